@@ -5,7 +5,7 @@
 #   make lint                 linters and types
 #   make docs                 the site, in build/site
 #   make pytest               the tests alone
-#   make slow                 the tests that take minutes
+#   make slow                 the tests that are left out there (ROOM=clipping: those of one room)
 #   make oldest               the tests with the lower bounds of pyproject.toml, in build/oldest (5 GB: its torch comes
 #                             with CUDA)
 #   make dist                 wheel and source distribution, in dist
@@ -48,7 +48,7 @@ pytest: $(VENV)/.ready-for-tests
 	$(PYTEST)
 
 slow: $(VENV)/.ready-for-tests
-	$(PYTEST) -m "(slow or fuzzed) and not gpu" --hypothesis-profile thorough
+	$(PYTEST) -m "(slow or fuzzed) and not gpu" --hypothesis-profile thorough $(ROOM_TESTS)
 
 # One room alone: make check ROOM=clipping (a folder of hf_dp and of tests, or a module with its test).
 check: $(VENV)/.ready-for-tests

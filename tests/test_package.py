@@ -49,6 +49,7 @@ def brought() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(("statement", "absent"), IMPORTS.items())
+@pytest.mark.slow
 def test_an_import_brings_only_what_it_needs(brought: dict[str, list[str]], statement: str, absent: list[str]) -> None:
     assert "hf_dp" in brought[statement]
     assert not set(absent) & set(brought[statement])

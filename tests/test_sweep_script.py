@@ -18,10 +18,12 @@ from scripts.shrinking import NotMadeError, small_model
         ("causal_lm", "reformer", "not made"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_said_of_one(head: str, name: str, beginning: str) -> None:
     assert sweep.judge_class(name, sweep.classes_of(head)[name], head).startswith(beginning)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where gradients are twice as long as those of single examples."""
     record = sweep.judging.record

@@ -143,6 +143,7 @@ def test_failure_20_calibration_is_tight_and_never_over(target, accountant):
         (1.0, 0.9999999, 1000),
     ],
 )
+@pytest.mark.slow
 def test_failure_20_extreme_noise_and_ten_million_steps_neither_overflow_nor_hang(noise, q, steps):
     tight, loose = (epsilon(run(noise, q, steps), 1e-6, accountant) for accountant in ("pld", "rdp"))
     assert 0 <= tight <= loose
@@ -213,6 +214,7 @@ def test_warnings_of_the_renyi_orders_are_silenced_here_only(caplog):
     assert logger.level == before
 
 
+@pytest.mark.slow
 def test_whether_a_program_logs_is_left_to_it():
     code = (
         "import logging; from hf_dp.accounting import epsilon; from tests.accounting.test_accountants import run; "

@@ -100,6 +100,7 @@ def test_a_budget_that_was_spent_is_refused_with_what_it_would_take():
 
 
 @pytest.mark.parametrize("budget", [{"target_epsilon": 2.0}, {"target_tpr": 0.05, "at_fpr": 0.01}])
+@pytest.mark.slow
 def test_what_a_calibration_left_over_is_no_budget(budget: dict[str, float]) -> None:
     def noise_after(*before: Earlier, **changes: float) -> float:
         step = functools.partial(step_event, sampling_probability=0.1)

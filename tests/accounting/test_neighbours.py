@@ -48,6 +48,7 @@ EVENTS = {
 
 
 @pytest.mark.parametrize("name", EVENTS)
+@pytest.mark.slow
 def test_zero_out_costs_what_add_or_remove_costs(name: str) -> None:
     event, delta = EVENTS[name], 1e-5
     found = {
@@ -78,6 +79,7 @@ def test_the_losses_that_are_composed_are_those_of_zero_out(noise: float, q: flo
     assert replaced.get_epsilon_for_delta(1e-5) > 1.02 * zeroed.get_epsilon_for_delta(1e-5)
 
 
+@pytest.mark.slow
 def test_counts_and_gradients_of_one_sample_cost_one_gaussian() -> None:
     """DP-AdaFEST: one unit adds nothing to both; the accountant of dp_accounting knows their composition."""
     counts, gradient = 3.0, 0.9

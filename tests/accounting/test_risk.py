@@ -96,6 +96,7 @@ def test_what_is_said_to_be_the_most_is_not_rounded_down() -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.slow
 def test_no_attack_by_likelihood_does_better(run: str) -> None:
     """200,000 games of either kind; with a third less noise in them the bound is broken, which shows that they can."""
 
@@ -146,6 +147,7 @@ def test_what_is_not_private_hides_nothing_and_nothing_gives_nothing_away() -> N
     assert (nothing.advantage, nothing.posterior) == (0.0, 0.5)
 
 
+@pytest.mark.slow
 def test_more_steps_tell_more() -> None:
     found = [risk(dp.SelfComposedDpEvent(step_event(1.0, 0.05), n)) for n in (1, 10, 100, 1000)]
     for fewer, more in itertools.pairwise(found):

@@ -23,6 +23,7 @@ def test_of_gaussian_noise_it_is_the_closed_form(found: float, wrong: float, tim
 
 
 @pytest.mark.parametrize("spent", [None, dp.GaussianDpEvent(3.0)])
+@pytest.mark.slow
 def test_it_is_the_smallest_that_keeps_the_budget(spent: dp.DpEvent | None) -> None:
     noise = noise_for_tpr(lambda noise: step_event(noise, 0.2), target_tpr=0.05, at_fpr=0.01, steps=5, spent=spent)
 

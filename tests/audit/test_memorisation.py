@@ -62,6 +62,7 @@ def learnt() -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_a_model_that_learnt_by_heart_is_exposed(learnt: Any) -> None:
     reader = Reader(MEMBERS, OTHERS, PLANTED)
     found = reader.memorisation(learnt, TOKENIZER, reader.losses(a_model(), TOKENIZER))

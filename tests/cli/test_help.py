@@ -23,6 +23,7 @@ def test_a_missing_option_exits_with_code_2():
     assert invoke("plan", "--n", "100").exit_code == 2
 
 
+@pytest.mark.slow
 def test_help_teaches_with_an_example_that_runs():
     text = invoke("plan", "--help").stdout
     example = re.search(r"hf-dp (plan --n .*)", text)

@@ -45,6 +45,7 @@ def test_groups_of_parameters_are_told_their_norms_and_cost_nothing():
 
 
 @pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
+@pytest.mark.slow
 def test_a_cap_on_batches_is_answered_by_the_one_accountant_that_has_it():
     def planned(*flags):
         return json.loads(invoke(*BASE, "--steps", "50", "--epsilon", "8", "--json", *flags).stdout)
@@ -189,6 +190,7 @@ def test_the_plan_is_drawn(tmp_path, asked, monkeypatch):
     assert f"Figure: {path}" in result.stdout
 
 
+@pytest.mark.slow
 def test_plan_answers_without_torch():
     code = (
         "import sys; from hf_dp.cli import app, plot\n"
@@ -223,6 +225,7 @@ def test_where_n_is_secret_a_plan_has_numbers_of_its_own():
     assert "--sampling-probability without --batch-size" in without.stderr
 
 
+@pytest.mark.slow
 def test_a_release_besides_the_steps_is_paid_for_before_them():
     arguments = (*BASE, "--steps", "40", "--epsilon", "8", "--json")
     plain, shared = (json.loads(invoke(*arguments, *given).stdout) for given in ((), ("--share", "0.2")))
@@ -247,6 +250,7 @@ def test_no_batch_is_proposed_for_what_is_shared():
     assert "--share without --batch-size" in said.stderr
 
 
+@pytest.mark.slow
 def test_options_may_be_spelt_as_in_python():
     usual = ["--n", "500", "--batch-size", "50", "--steps", "5", "--delta", "1e-5"]
     python = ["--n", "500", "--batch_size", "50", "--max_steps", "5", "--target-delta=1e-5"]
@@ -259,6 +263,7 @@ def test_options_may_be_spelt_as_in_python():
     assert "No such option: --no-such" in invoke("plan", "--no_such", "3").stderr
 
 
+@pytest.mark.slow
 def test_a_plan_says_where_delta_leaves_little():
     for n, is_said in (("3", True), ("10003", False)):
         planned = invoke("plan", "--n", n, "--batch-size", "2", "--steps", "2", "--noise", "1")

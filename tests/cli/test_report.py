@@ -35,6 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_was_logged_is_a_table_and_a_figure(finished: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", str(finished), "--figure", str(tmp_path / "run.png")])
     assert done.exit_code == 0, done.output

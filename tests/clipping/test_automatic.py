@@ -93,11 +93,12 @@ def with_lora() -> nn.Module:
     ("model", "settings"),
     [
         (with_lora, {}),
-        pytest.param(classifier, {"sparse_embeddings": SparseEmbeddingConfig(threshold=2.0)}, marks=pytest.mark.slow),
-        pytest.param(classifier, {"re_attention": ReAttentionConfig()}, marks=pytest.mark.slow),
+        (classifier, {"sparse_embeddings": SparseEmbeddingConfig(threshold=2.0)}),
+        (classifier, {"re_attention": ReAttentionConfig()}),
     ],
     ids=["LoRA", "sparse embeddings", "Re-Attention"],
 )
+@pytest.mark.slow
 def test_a_training_costs_what_it_costs_with_flat_clipping(
     tmp_path: Path, model: Callable[[], nn.Module], settings: dict[str, Any]
 ) -> None:

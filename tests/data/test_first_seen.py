@@ -374,6 +374,7 @@ class Numbering(DPTrainer):
         return super()._prepare_inputs({**inputs, "labels": torch.tensor(numbers)})
 
 
+@pytest.mark.slow
 def test_failure_80_in_a_training(tmp_path: Path) -> None:
     class Labels:
         def __init__(self, known: dict[int, int]) -> None:

@@ -51,6 +51,7 @@ def test_failure_60_one_whole_number_does_not_cut_the_labels_beside_it(tmp_path:
     assert not trainer.ledger.entries
 
 
+@pytest.mark.slow
 def test_failure_60_where_columns_are_not_known_it_is_refused_when_it_comes(tmp_path: Path) -> None:
     model = classifier(num_labels=1, problem_type="regression")
     data = Unscanned(scores(whole=17))

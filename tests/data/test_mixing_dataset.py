@@ -178,6 +178,7 @@ def test_what_a_dataset_holds_open_stays_so(tmp_path: Path) -> None:
     assert not dataset.file.closed
 
 
+@pytest.mark.slow
 def test_failure_47_in_a_training(tmp_path: Path) -> None:
     words = "Mixed makes a row of its own data and of other rows"
     refused(tmp_path, ConfigurationError, words, at_once=False, parts={"train_dataset": Mixed(ROWS)})
@@ -295,6 +296,7 @@ def test_what_cannot_be_compared_or_is_rounded_is_no_generator_of_its_own() -> N
     check_dataset(Augmented(lambda generator, ids: [x := 1 + 1e-9 * generator.random(), torch.tensor(x), np.array(x)]))
 
 
+@pytest.mark.slow
 def test_failure_75_in_a_training(tmp_path: Path) -> None:
     for dataset in (Augmented(rotated), transformed(is_kept=True)):
         refused(tmp_path, ConfigurationError, AGAIN, at_once=False, parts={"train_dataset": dataset})

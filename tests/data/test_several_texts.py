@@ -68,6 +68,7 @@ def test_rows_of_nothing_but_what_is_learnt(labels: list[Any], mask: list[Any] |
 
 
 @pytest.mark.parametrize(("lengths", "warnings"), [([6], 1), ([5, 6], 0)])
+@pytest.mark.slow
 def test_blocks_cut_from_texts_are_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, lengths: list[int], warnings: int
 ) -> None:

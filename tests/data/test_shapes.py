@@ -52,6 +52,7 @@ def test_a_row_is_as_wide_as_by_itself(lengths: list[int], multiple: int, most: 
 
 
 @given(data=st.data(), multiple=st.sampled_from([1, 4]), most=st.none() | st.integers(1, 100))
+@pytest.mark.slow
 def test_a_unit_is_as_wide_as_without_the_others(data: st.DataObject, multiple: int, most: int | None) -> None:
     sizes = data.draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=7), min_size=1, max_size=8))
     numbers = iter(range(1000))

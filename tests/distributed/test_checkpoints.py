@@ -53,6 +53,7 @@ def test_saved_by_one_and_resumed_by_two(tmp_path: Path, pair: Gang) -> None:
         assert resumed["ledger"] == whole["ledger"]
 
 
+@pytest.mark.slow
 def test_the_best_one_is_taken_by_all_though_each_has_times_of_its_own(tmp_path: Path, pair: Gang) -> None:
     (best, ours), (same_best, theirs) = pair.run(best_of_all, str(tmp_path), 2)
     assert best == same_best
@@ -61,7 +62,8 @@ def test_the_best_one_is_taken_by_all_though_each_has_times_of_its_own(tmp_path:
     assert farthest(gathered(loaded), ours) == 0
 
 
-@pytest.mark.parametrize("kind", [None, pytest.param("SHARDED_STATE_DICT", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [None, "SHARDED_STATE_DICT"])
+@pytest.mark.slow
 def test_the_newest_whole_one_is_the_same_for_all(tmp_path: Path, pair: Gang, kind: str | None) -> None:
     whole = pair.run(saved_and_resumed, str(tmp_path), NAME, 2, kind, False)[0]
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith("_")} == {KEY_FILE, LOCK_FILE}
@@ -78,11 +80,12 @@ def test_the_newest_whole_one_is_the_same_for_all(tmp_path: Path, pair: Gang, ki
     ("name", "kind"),
     [
         (NAME, "FULL_STATE_DICT"),
-        pytest.param("llama lora", "SHARDED_STATE_DICT", marks=pytest.mark.slow),
-        pytest.param(NAME, "SHARDED_STATE_DICT", marks=pytest.mark.slow),
-        pytest.param("llama lora", "FULL_STATE_DICT", marks=pytest.mark.slow),
+        ("llama lora", "SHARDED_STATE_DICT"),
+        (NAME, "SHARDED_STATE_DICT"),
+        ("llama lora", "FULL_STATE_DICT"),
     ],
 )
+@pytest.mark.slow
 def test_shards_saved_and_resumed(tmp_path: Path, pair: Gang, name: str, kind: str) -> None:
     whole = pair.run(saved_and_resumed, str(tmp_path), name, 2, kind, False)[0]
     loads(tmp_path, whole["parameters"])

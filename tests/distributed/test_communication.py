@@ -10,6 +10,7 @@ from tests.distributed.tasks import MODELS
 
 
 @pytest.mark.parametrize(("name", "micro_batches"), [("tied gpt2", 1), *((name, 3) for name in MODELS)])
+@pytest.mark.slow
 def test_ddp_reduces_once(pair: Gang, name: str, micro_batches: int) -> None:
     facts = facts_of(name)
     for sent in pair.run(sent_in_one_step, name, None, micro_batches):
@@ -20,6 +21,7 @@ def test_ddp_reduces_once(pair: Gang, name: str, micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.slow
 def test_small_shards_are_reduced_once(pair: Gang, micro_batches: int) -> None:
     facts = facts_of("llama, norms alone")
     assert facts["elements"] <= facts["largest"]
@@ -28,6 +30,7 @@ def test_small_shards_are_reduced_once(pair: Gang, micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.slow
 def test_large_shards_are_reduced_with_each_micro_batch(pair: Gang, micro_batches: int) -> None:
     facts = facts_of("tied gpt2")
     for sent in pair.run(sent_in_one_step, "tied gpt2", "blocks", micro_batches):

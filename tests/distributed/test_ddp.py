@@ -25,12 +25,10 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 
 TOLERANCE = 1e-6
 GROUPS = {"clipping": "groups", "groups": (("*attention*", 1.0), ("*", 2.0))}
-# The base of its adapters, and what the test of empty batches trains.
-LIKE_OTHERS = {"llama", "bert"}
 NEEDS_THE_EVENT = pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LIKE_OTHERS)) for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "tied gpt2")) for n in MODELS])
 def test_without_noise_two_processes_agree_with_one(tmp_path: Path, pair: Gang, name: str) -> None:
     alone = pair.alone_once(trained_alone, name)
     for found in pair.run(trained, str(tmp_path / "two"), name, 2):
@@ -65,6 +63,7 @@ def test_the_first_process_alone_need_see_what_was_trained_before(tmp_path: Path
         assert found["report"] == alone["report"]
 
 
+@pytest.mark.slow
 def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
     alone = pair.alone_once(stepped, "bert", None, 1)
     found = pair.run(stepped, "bert", None, 1)
@@ -79,21 +78,22 @@ def test_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
     "promise",
     [
         {},
-        pytest.param({"clipping": "automatic"}, marks=pytest.mark.slow),
-        pytest.param({"sampling_probability": 0.3, "target_delta": 1e-5}, marks=pytest.mark.slow),
+        {"clipping": "automatic"},
+        {"sampling_probability": 0.3, "target_delta": 1e-5},
         pytest.param({"max_batch_size": 8}, marks=NEEDS_THE_EVENT),
         {"unit": "user", "max_examples_per_unit": 5},  # Of up to six rows, where a micro-batch has two.
-        pytest.param({"passes": 2}, marks=pytest.mark.slow),
-        pytest.param({"unit": "user", "max_examples_per_unit": 5, "passes": 2}, marks=pytest.mark.slow),
-        pytest.param({"unit": "user", "max_examples_per_unit": 2, "unit_sampling": "examples"}, marks=pytest.mark.slow),
-        pytest.param(GROUPS, marks=pytest.mark.slow),
-        pytest.param({**GROUPS, "unit": "user", "max_examples_per_unit": 5}, marks=pytest.mark.slow),
+        {"passes": 2},
+        {"unit": "user", "max_examples_per_unit": 5, "passes": 2},
+        {"unit": "user", "max_examples_per_unit": 2, "unit_sampling": "examples"},
+        GROUPS,
+        {**GROUPS, "unit": "user", "max_examples_per_unit": 5},
     ],
     ids=[
         *("flat", "automatic", "n secret", "truncated", "by user", "two passes", "by user, two passes"),
         *("by user, examples", "groups", "by user, groups"),
     ],
 )
+@pytest.mark.slow
 def test_the_seeded_noise_is_that_of_one_process(tmp_path: Path, pair: Gang, promise: dict[str, Any]) -> None:
     noisy = {"noise_multiplier": 1.0, **promise}
     alone = pair.alone_once(trained_alone, "bert", tuple(noisy.items()))

@@ -11,6 +11,7 @@ from tests.distributed.gang import Gang
 
 
 @pytest.mark.parametrize("what", ["metrics", "metrics of one rank"])
+@pytest.mark.slow
 def test_metrics_that_fail_on_a_few_rows(tmp_path: Path, pair: Gang, what: str) -> None:
     assert pair.run(evaluated, str(tmp_path), what) == [("trained", 1)] * 2
 

@@ -40,7 +40,7 @@ def models(of: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [
-        *(pytest.param(name, False, marks=SLOW[name in LIKE_OTHERS]) for name in MODELS),
+        *(pytest.param(name, False, marks=SLOW[name != "tied gpt2"]) for name in MODELS),
         *(pytest.param(name, True, marks=pytest.mark.slow) for name in MODELS),
     ],
 )
@@ -51,7 +51,8 @@ def test_without_noise_shards_agree_with_one_process(pair: Gang, name: str, chec
         assert found["loss"] == pytest.approx(alone["loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW[name != "tied gpt2"]) for name in MODELS])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_with_adam_and_every_parameter_in_one_unit(pair: Gang, name: str) -> None:
     alone = pair.alone_once(stepped, name, None, 8, False, "AdamW")
     for found in pair.run(stepped, name, "whole", 8, False, "AdamW"):
@@ -97,6 +98,7 @@ def test_truncated_batches_in_shards(pair: Gang) -> None:
         assert farthest(each["parameters"], alone["parameters"]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_failure_06_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> None:
     alone = pair.alone_once(stepped, "tied gpt2", None, 1)
     found = pair.run(stepped, "tied gpt2", "blocks", 1)
@@ -108,7 +110,8 @@ def test_failure_06_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> N
         assert farthest(each["parameters"], alone["parameters"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW[n != "llama lora"]) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
     alone = pair.alone_once(trained_alone, name)
     for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2):
@@ -143,6 +146,7 @@ def test_further_models_through_trainer(tmp_path: Path, pair: Gang, name: str) -
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_tie_that_accelerate_breaks(tmp_path: Path, pair: Gang) -> None:
     """T5's encoder and decoder hold its embedding in modules of their own. accelerate breaks this tie since it splits
     embeddings by themselves, and keeps it before."""

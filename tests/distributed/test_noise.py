@@ -42,15 +42,16 @@ def test_four_processes(four: Gang, kind: str) -> None:
     ("kind", "wrong", "words"),
     [
         ("ddp", "noise on every rank", "variance of elements [0"),
-        pytest.param("mixed", "noise on every rank", "variance of elements", marks=pytest.mark.slow),
-        pytest.param("ddp", "noise missing on the first rank", "total variance 0.000", marks=pytest.mark.slow),
-        pytest.param("fsdp", "noise missing on the first rank", "variance of elements", marks=pytest.mark.slow),
+        ("mixed", "noise on every rank", "variance of elements"),
+        ("ddp", "noise missing on the first rank", "total variance 0.000"),
+        ("fsdp", "noise missing on the first rank", "variance of elements"),
         ("fsdp", "noise missing on one rank", "variance of elements"),
         ("fsdp", "the same noise on two shards", "correlation 1.000"),
         ("ddp", "two thirds of the noise", "total variance 0.4"),
-        pytest.param("fsdp", "two thirds of the noise", "total variance 0.4", marks=pytest.mark.slow),
+        ("fsdp", "two thirds of the noise", "total variance 0.4"),
     ],
 )
+@pytest.mark.slow
 def test_the_check_can_fail(pair: Gang, kind: str, wrong: str, words: str) -> None:
     repeats = REPEATS if kind == "ddp" else REPEATS // 2
     found = complaints(pair.run(drawn, kind, wrong, repeats)[0])

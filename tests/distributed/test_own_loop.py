@@ -46,6 +46,7 @@ def test_two_processes_train_the_model_of_one_and_resume(tmp_path: Path, pair: G
     assert verify(tmp_path / "two" / "final").consistent
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_do_the_same_are_refused(tmp_path: Path, pair: Gang) -> None:
     for said in pair.run(left_by_one, str(tmp_path)):
         assert "rank 0 goes on after step 1, rank 1 saves after step 1" in said

@@ -65,7 +65,8 @@ def test_without_noise_two_processes_agree_with_one(
         assert (found["ledger"], found["report"]) == (alone["ledger"], alone["report"])
 
 
-@pytest.mark.parametrize("name", ["one table", pytest.param("several tables", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["one table", "several tables"])
+@pytest.mark.slow
 def test_batches_that_are_empty_on_some_ranks_or_all(tmp_path: Path, pair: Gang, name: str) -> None:
     settings, many = {"threshold": 0.4}, {"max_steps": 12}
     alone = trained(str(tmp_path / "one"), name, 1, settings, None, 2, **many)
@@ -88,14 +89,15 @@ def lasting(
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        pytest.param("one table", {"threshold": 2.0}, marks=pytest.mark.slow),
-        pytest.param("one table", {**CHOSEN, "renew_every": 2, "method": "adafest+"}, marks=pytest.mark.slow),
-        pytest.param("several tables", CHOSEN, marks=pytest.mark.slow),
+        ("one table", {"threshold": 2.0}),
+        ("one table", {**CHOSEN, "renew_every": 2, "method": "adafest+"}),
+        ("several tables", CHOSEN),
         ("several tables", {**CHOSEN, "renew_every": 2, "method": "adafest+"}),
-        pytest.param("one table", CHOSEN, marks=pytest.mark.slow),
-        pytest.param("several tables", {"threshold": 2.0}, marks=pytest.mark.slow),
+        ("one table", CHOSEN),
+        ("several tables", {"threshold": 2.0}),
     ],
 )
+@pytest.mark.slow
 def test_the_seeded_draws_are_those_of_one_process(
     tmp_path: Path, pair: Gang, name: str, settings: dict[str, Any]
 ) -> None:
@@ -110,9 +112,8 @@ def test_the_seeded_draws_are_those_of_one_process(
     assert (first["ledger"], first["report"]) == (alone["ledger"], alone["report"])
 
 
-@pytest.mark.parametrize(
-    "settings", [pytest.param({"threshold": 2.0}, marks=pytest.mark.slow), {**CHOSEN, "renew_every": 2}]
-)
+@pytest.mark.parametrize("settings", [{"threshold": 2.0}, {**CHOSEN, "renew_every": 2}])
+@pytest.mark.slow
 def test_with_secret_draws_all_processes_have_the_same_bits(
     tmp_path: Path, pair: Gang, settings: dict[str, Any]
 ) -> None:
@@ -159,6 +160,7 @@ def test_saved_by_some_and_resumed_by_others(
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("method", ["adafest", "fest"])
+@pytest.mark.slow
 def test_what_a_step_sends(tmp_path: Path, pair: Gang, method: str, accumulation: int) -> None:
     """One number for each row once, the rows that survived, the dense parameters, and two counts: however many
     micro-batches."""
@@ -176,7 +178,8 @@ def test_what_a_step_sends(tmp_path: Path, pair: Gang, method: str, accumulation
         assert set(sent) <= {"allreduce", "allgather", "broadcast", "released"}
 
 
-@pytest.mark.parametrize("method", ["adafest", pytest.param("fest", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["adafest", "fest"])
+@pytest.mark.slow
 def test_nothing_as_large_as_a_table_is_made(tmp_path: Path, pair: Gang, method: str) -> None:
     """Neither by the wrapper, nor in the comparison of the ranks, nor in a step."""
     assert pair.run(whole_tables_made, str(tmp_path / "run"), METHODS[method]) == [set(), set()]
@@ -184,12 +187,14 @@ def test_nothing_as_large_as_a_table_is_made(tmp_path: Path, pair: Gang, method:
     assert all(pair.run(whole_tables_made, str(tmp_path / "run"), METHODS[method], False))
 
 
+@pytest.mark.slow
 def test_a_table_that_differs_is_replaced_by_that_of_the_first_rank(tmp_path: Path, pair: Gang) -> None:
     alone = trained(str(tmp_path / "one"), "several tables", 1, METHODS["adafest"])
     for found in pair.run(trained_from_other_tables, str(tmp_path / "two")):
         assert farthest(found, alone["parameters"]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_ranks_with_other_public_rows(tmp_path: Path, pair: Gang) -> None:
     for found in pair.run(refused_rows, str(tmp_path / "other"), True):
         assert "rank 1 has not the same as rank 0: the embedding rows that are trained" in found

@@ -38,7 +38,8 @@ THEIRS = " { .python .theirs }"
 # elsewhere are shown what those who come from Trainer are.
 ALIKE = ["from_opacus", "from_fastdp", "from_dp_transformers", "from_opake"]
 SLOW = ["explained", "privacy", "privacy_json", "resuming", "choosing_privacy", "settings", "users", "gpus"]
-SLOW += ["index", "own_loop", "classifier", "publishing", *ALIKE]
+SLOW += ["index", "own_loop", "classifier", "publishing", "tutorial", "audit", "extending", "re_attention"]
+SLOW += ALIKE
 
 
 class Snippet(NamedTuple):

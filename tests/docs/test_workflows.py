@@ -75,7 +75,7 @@ def test_all_that_make_test_runs_runs_for_each_change_and_releases_for_tags_alon
     texts = {path.stem: path.read_text(encoding="utf-8") for path in WORKFLOWS}
     called = {name: set(re.findall(r"- run: make (\w+)", text)) for name, text in texts.items()}
     assert called["ci"] == {"lint", "docs", "pytest", "installed"}
-    assert {"oldest", "slow"} == called["weekly"]
+    assert {"oldest", "slow"} == called["nightly"]
     assert {"releasable", "test", "installed"} == called["release"]
     # YAML reads `on` as a truth.
     triggers = {name: yaml.safe_load(text)[True] for name, text in texts.items()}

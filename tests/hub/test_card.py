@@ -28,6 +28,7 @@ def words(directory: Path) -> str:
     return (directory / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_card_says_in_words_what_a_person_may_ask(copy: Path) -> None:
     record = PrivacyRecord.from_json((copy / "privacy.json").read_bytes())
     section = words(copy).partition(BEGIN)[2].partition(END)[0]

@@ -23,6 +23,7 @@ SAVED = Path(__file__).parent / "dev2" / "capped"
 pytestmark = pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
 
 
+@pytest.mark.slow
 def test_what_was_said_of_capped_batches_then_is_no_claim_that_is_wrong_now(tmp_path: Path) -> None:
     record = PrivacyRecord.from_json((SAVED / "privacy.json").read_bytes())
     assert record.report.versions["hf_dp"] == "0.1.0.dev2" != library_versions()["hf_dp"]

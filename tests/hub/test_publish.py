@@ -109,6 +109,7 @@ def test_what_is_pushed_loads_again_and_verifies(hub: Hub, trained: Any) -> None
     assert found.epsilons["pld"] <= 3.0 < found.epsilons["rdp"]
 
 
+@pytest.mark.slow
 def test_a_log_that_lies_in_the_output_directory_stays_there(hub: Hub, tmp_path: Path) -> None:
     run = trainer(tmp_path / "out")
     log = tmp_path / "out" / "messages.txt"
@@ -164,6 +165,7 @@ def test_the_card_tells_of_privacy_and_of_no_losses(hub: Hub, trained: Any) -> N
     assert verify(NAME).private
 
 
+@pytest.mark.slow
 def test_a_pushed_adapter_loads_with_peft(hub: Hub, tmp_path: Path) -> None:
     run = trainer(tmp_path / "out", adapted(classifier()))
     run.train()
@@ -182,6 +184,7 @@ def test_a_pushed_adapter_loads_with_peft(hub: Hub, tmp_path: Path) -> None:
     assert verify(NAME).private
 
 
+@pytest.mark.slow
 def test_a_merged_model_takes_the_place_of_the_adapter_that_was_pushed_before(hub: Hub, tmp_path: Path) -> None:
     run = trainer(tmp_path / "out", adapted(classifier()))
     run.train()
@@ -227,6 +230,7 @@ def test_nothing_private_goes_up_whatever_the_hub_strategy(
     assert verify(NAME).private
 
 
+@pytest.mark.slow
 def test_save_model_with_push_to_hub_pushes(hub: Hub, tmp_path: Path) -> None:
     run = trainer(tmp_path / "out", push_to_hub=True, hub_token="hf_writer")
     run.train()
@@ -321,6 +325,7 @@ def test_saving_untrained_weights_over_a_private_model_takes_the_record_away(tmp
     assert not (tmp_path / "out" / "privacy.json").exists()
 
 
+@pytest.mark.slow
 def test_a_seeded_run_is_published_as_not_private(hub: Hub, tmp_path: Path) -> None:
     run = trainer(tmp_path / "out")
     run.privacy = run.privacy.replace(seed=123454321)

@@ -146,6 +146,7 @@ def test_report_of_a_run_that_is_not_private_tells_no_risk() -> None:
     assert "membership" not in invoke("report", saved).stdout
 
 
+@pytest.mark.slow
 def test_report_shows_a_run_that_is_newer_than_the_finished_one_beside_it(saved: Path, copy: Path) -> None:
     run = make(copy, privacy=PrivacyConfig(target_epsilon=5.0), save_strategy="steps", save_steps=2, max_steps=2)
     run.train()

@@ -210,6 +210,7 @@ def test_what_no_token_opens_is_refused_before_training(flags, words, train, mon
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_rows_by_name_and_of_a_directory(named, part, tmp_path):
     read_rows = part("common.data").read_rows
     rows = read_rows("someone/questions", split="train", columns=("text", "label"))
@@ -305,6 +306,7 @@ def test_labels_are_those_that_the_data_set_declares(named, recipe):
         data.public_labels(asked)
 
 
+@pytest.mark.slow
 def test_labels_that_are_numbers_and_rows_without_one(named, recipe, tmp_path):
     (tmp_path / "labels.json").write_text("[0, 1, 2]", encoding="utf-8")
     named.publish("datasets/someone/numbers", {"train.csv": as_csv(questions(6))})
@@ -333,6 +335,7 @@ def test_rows_that_no_model_can_read_are_refused(recipe, tmp_path):
             data.labelled(str(file), "train", asked, LABELS)
 
 
+@pytest.mark.slow
 def test_nothing_goes_up_in_a_form_that_only_the_recipe_loads(train, hub):  # noqa: F811
     flags = ("--save_strategy", "steps", "--save_steps", "1", "--push_to_hub", "true", "--hub_always_push", "true")
     strategy = ("--hub_model_id", "someone/classifier", "--hub_strategy", "every_save")

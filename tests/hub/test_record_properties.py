@@ -62,6 +62,7 @@ def record_of(charges: list[tuple[dp.DpEvent, str, int]]) -> PrivacyRecord:
 
 @settings(max_examples=30)
 @given(ledgers)
+@pytest.mark.slow
 def test_every_ledger_survives_the_record(charges: list[tuple[dp.DpEvent, str, int]]) -> None:
     record = record_of(charges)
     again = PrivacyRecord.from_json(record.to_json())
@@ -74,6 +75,7 @@ def test_every_ledger_survives_the_record(charges: list[tuple[dp.DpEvent, str, i
 
 @settings(max_examples=3)
 @given(ledgers)
+@pytest.mark.slow
 def test_every_release_is_told(charges: list[tuple[dp.DpEvent, str, int]]) -> None:
     record = record_of(charges)
     section = privacy_section(record.report, record.ledger, record.config)

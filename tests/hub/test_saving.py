@@ -59,6 +59,7 @@ def test_two_saves_at_once_follow_one_another(tmp_path: Path) -> None:
     assert verify(tmp_path).private
 
 
+@pytest.mark.slow
 def test_a_folder_of_its_own_and_a_link(saved: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved, tmp_path / "real"))
     (tmp_path / "link").symlink_to(copy)
@@ -245,6 +246,7 @@ OWN = "\n## How to use it\n\n```python\n## no heading\nload()\n```\n\n## Contact
 
 
 @pytest.mark.parametrize("kind", [classifier, lambda: adapted(classifier())])
+@pytest.mark.slow
 def test_a_card_that_is_made_anew_keeps_what_people_wrote(tmp_path: Path, kind: Any) -> None:
     path = tmp_path / "out"
     run = another(path, kind(), eval_strategy="epoch")

@@ -43,6 +43,7 @@ class Writer:
 
 
 @pytest.mark.parametrize("strategy", ["end", "every_save"])
+@pytest.mark.slow
 def test_failure_34_what_others_write_while_the_model_is_saved_stays_at_home(
     hub: Hub, tmp_path: Path, strategy: str
 ) -> None:

@@ -136,6 +136,7 @@ TAMPERED: dict[str, tuple[list[Callable[[Path], None]], str]] = {
 
 
 @pytest.mark.parametrize("case", TAMPERED)
+@pytest.mark.slow
 def test_tampering_is_noticed(copy: Path, case: str) -> None:
     changes, noticed = TAMPERED[case]
     for change in changes:
@@ -190,7 +191,8 @@ def other_than(value: Any) -> list[Any]:
     return [other for other in others if (type(other), other) != (type(value), value)]
 
 
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.slow
 def test_any_value_of_the_record_that_is_changed_is_noticed(copy: Path, everything: bool) -> None:
     """Each becomes a plausible one, and one of the others in turn or all of them."""
     text = (copy / "privacy.json").read_text()

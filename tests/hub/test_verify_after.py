@@ -60,6 +60,7 @@ def forge(folder: Path, change: Callable[[PrivacyRecord], PrivacyRecord]) -> Non
     seal(folder)
 
 
+@pytest.mark.slow
 def test_an_earlier_training_is_not_left_out(copied: Path) -> None:
     own = {f"earlier 1, {STEP}": 0}
     forge(copied, lambda r: recomputed(r, ledger=ledger_of(r, own)))
@@ -122,6 +123,7 @@ def test_what_is_said_of_it_follows_from_its_record(
 
 
 @pytest.mark.parametrize(("mechanisms", "words"), [(6, "tight"), (7, "of so many mechanisms the RDP bound")])
+@pytest.mark.slow
 def test_a_card_calls_no_bound_of_so_many_mechanisms_tight(copied: Path, mechanisms: int, words: str) -> None:
     record = PrivacyRecord.from_json((copied / "privacy.json").read_text())
     many = Ledger()

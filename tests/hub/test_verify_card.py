@@ -44,6 +44,7 @@ def test_a_path_is_not_published_as_the_base_model(copy: Path) -> None:
         assert (f"base_model: {base}" in card.read_text()) == kept, base
 
 
+@pytest.mark.slow
 def test_every_release_is_on_the_card_and_in_the_ledger(tmp_path: Path) -> None:
     from hf_dp import ReAttentionConfig
 
@@ -108,6 +109,7 @@ def test_another_clipping_rule_is_on_the_card_and_changed_nowhere_alone(tmp_path
 
 
 @pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
+@pytest.mark.slow
 def test_another_sampling_is_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
     run = make(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, max_batch_size=10))
     run.train()
@@ -153,6 +155,7 @@ def without_clipping(promise: dict[str, Any]) -> dict[str, Any]:
 
 
 @needs_randomgen
+@pytest.mark.slow
 def test_the_source_of_the_noise_is_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
     run = make(tmp_path / "out", privacy=PrivacyConfig(noise_multiplier=1.5, noise="chacha20"))
     run.train()
@@ -177,6 +180,7 @@ def test_the_source_of_the_noise_is_on_the_card_and_changed_nowhere_alone(tmp_pa
         assert words in failed(copy)
 
 
+@pytest.mark.slow
 def test_an_epsilon_whose_exponential_is_no_float_has_a_card_too(tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=PrivacyConfig(noise_multiplier=0.03))
     trainer.train()

@@ -139,11 +139,12 @@ def refreshed(directory: Path) -> None:
         (0, {"noise_multiplier": 12.0}),
         (1, {"noise_multiplier": 12.0}),
         (0, {"sampling_probability": 0.0}),
-        pytest.param(0, {"sampling_probability": 1e-6}, marks=pytest.mark.slow),
-        pytest.param(0, {"sampling_probability": 0.99 / 48}, marks=pytest.mark.slow),
+        (0, {"sampling_probability": 1e-6}),
+        (0, {"sampling_probability": 0.99 / 48}),
         (1, {"sampling_probability": 1 / 48}),
     ],
 )
+@pytest.mark.slow
 def test_each_stage_has_the_noise_of_the_promise(
     staged: Path, tmp_path: Path, entry: int, change: dict[str, Any]
 ) -> None:

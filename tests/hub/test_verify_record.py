@@ -46,6 +46,7 @@ def test_a_record_goes_to_json_and_back(saved: Path) -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_the_largest_whole_numbers_of_a_promise_are_read_again(
     copy: Path, saved: Path, promise: dict[str, Any]
 ) -> None:
@@ -64,6 +65,7 @@ def test_the_largest_whole_numbers_of_a_promise_are_read_again(
     assert verify(copy).private, failed(copy)
 
 
+@pytest.mark.slow
 def test_steps_with_other_noise_or_without_sampling_are_no_basis_of_the_claim(copy: Path) -> None:
     report, untouched = load_report(copy), (copy / "privacy.json").read_text()
     true = step_event(report.noise_multiplier, report.sampling_probability)
@@ -79,6 +81,7 @@ def test_steps_with_other_noise_or_without_sampling_are_no_basis_of_the_claim(co
             assert "noise of the steps" in {check.name for check in verify(copy).checks if not check.passed}
 
 
+@pytest.mark.slow
 def test_a_release_that_was_promised_is_in_the_ledger(tmp_path: Path) -> None:
     run = make(tmp_path, privacy=PrivacyConfig(target_epsilon=3.0, re_attention=ReAttentionConfig()))
     run.train()

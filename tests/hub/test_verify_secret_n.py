@@ -52,6 +52,7 @@ def mine(secret: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(secret, tmp_path / "mine"))
 
 
+@pytest.mark.slow
 def test_it_is_verified_and_told_without_n(secret: Path) -> None:
     found = {check.name: check.found for check in verify(secret).checks if check.passed}
     assert found["neighbouring datasets"] == ADD_OR_REMOVE == "add or remove one, n secret"
@@ -137,6 +138,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_number_in_place_of_n_is_verified_and_told(given: Path) -> None:
     found = {check.name: check.found for check in verify(given).checks if check.passed}
     assert found["neighbouring datasets"] == ADD_OR_REMOVE

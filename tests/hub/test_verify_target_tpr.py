@@ -39,6 +39,7 @@ def mine(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "mine"))
 
 
+@pytest.mark.slow
 def test_it_is_kept_and_said(saved: Path) -> None:
     report, found = load_report(saved), {check.name: check.found for check in verify(saved).checks if check.passed}
     assert (report.target_epsilon, report.target_tpr, report.at_fpr) == (None, 0.3, 0.12)
@@ -56,6 +57,7 @@ def test_it_is_kept_and_said(saved: Path) -> None:
         assert f"| {name} | {value} |" in card
 
 
+@pytest.mark.slow
 def test_it_goes_on_and_stops_where_the_budget_does(mine: Path) -> None:
     run = make(mine, privacy=BUDGET, save_strategy="steps", save_steps=2)
     first = sorted(mine.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))[0]

@@ -26,6 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_unit_that_the_ledger_names_is_not_left_out(saved: Path, tmp_path: Path) -> None:
     assert verify(saved).private
     number = open_source(saved).record().mechanism.unit.number

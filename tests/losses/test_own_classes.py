@@ -77,6 +77,7 @@ class Returning(DistilBertPreTrainedModel):
 
 
 @pytest.mark.parametrize("returned", ["a dictionary", "a tuple", "a tuple with None"])
+@pytest.mark.slow
 def test_a_dictionary_and_a_tuple_are_read_as_trainer_reads_them(tmp_path: Path, returned: str) -> None:
     run = make(tmp_path, Returning(classifier().config, returned))
     run.train()
@@ -131,6 +132,7 @@ def test_a_class_made_of_one_of_transformers_has_its_loss() -> None:
     assert loss_kind(model) == "token", "what is said of a model goes before what it inherits"
 
 
+@pytest.mark.slow
 def test_a_class_made_of_one_of_transformers_trains_by_its_own_loss_alone(tmp_path: Path) -> None:
     run = make(tmp_path / "its", Mine(classifier().config))
     run.train()

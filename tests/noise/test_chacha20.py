@@ -91,6 +91,7 @@ def with_lora() -> nn.Module:
     [(with_lora, {"accountant": "rdp"}), (classifier, {"sparse_embeddings": SparseEmbeddingConfig(threshold=2.0)})],
     ids=["LoRA", "sparse embeddings"],
 )
+@pytest.mark.slow
 def test_with_automatic_clipping_it_costs_what_the_usual_noise_costs(
     tmp_path: Path, model: Callable[[], nn.Module], settings: dict[str, Any]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
 from torch import nn
 
 from hf_dp import OutputBiasConfig, ReAttentionConfig, SparseEmbeddingConfig
@@ -19,6 +20,7 @@ from tests.parts.test_output_bias import with_output
 OF_ROWS = {"surviving_rows", "gradient_density", "reduction_factor"}
 
 
+@pytest.mark.slow
 class TestReAttention(PartContract):
     kind = AttentionNoise
     settings: ClassVar[dict[str, Any]] = {"re_attention": ReAttentionConfig(token_frequencies="uniform")}
@@ -28,6 +30,7 @@ class TestReAttention(PartContract):
     file = "re_attention.safetensors"
 
 
+@pytest.mark.slow
 class TestTokenFrequencies(PartContract):
     kind = TokenFrequencies
     settings: ClassVar[dict[str, Any]] = {"re_attention": ReAttentionConfig()}
@@ -64,6 +67,7 @@ class TestAdaptiveRows(PartContract):
     refused = ({}, {"weight_decay": 0.1}, "weight_decay=0.1 with sparse gradients")
 
 
+@pytest.mark.slow
 class TestOutputBias(PartContract):
     kind = OutputBias
     settings: ClassVar[dict[str, Any]] = {"output_bias": OutputBiasConfig()}

@@ -48,6 +48,7 @@ def begun(path: Path, epsilon: float, data: Any, model: nn.Module | None = None,
     return trainer
 
 
+@pytest.mark.slow
 def test_the_output_starts_as_the_log_of_how_often_each_label_is_seen(tmp_path: Path) -> None:
     data = [{"input_ids": [3, 4], "labels": label} for label in [0] * 30 + [1] * 12 + [2] * 6]
     bias = begun(tmp_path, 1e4, data).model.classifier.bias
@@ -84,6 +85,7 @@ def test_it_is_a_share_of_the_budget_and_left_out_of_ledgers_that_have_none() ->
         (lambda: _frozen(with_output()), pad, "an output layer without a trained bias"),
     ],
 )
+@pytest.mark.slow
 def test_a_model_without_a_bias_to_start_is_refused_before_anything_is_spent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any, collator: Any, words: str
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_model_without_a_bias_to_start_is_refused_before_anything_is_spent(
         make(tmp_path, model(), privacy, parts={"data_collator": collator}).train()
 
 
+@pytest.mark.slow
 def test_a_training_begun_again_starts_from_the_same_release(tmp_path: Path) -> None:
     """Of a model made anew, after one that was cut off before its first step."""
     privacy = private(**BUDGET, target_epsilon=3.0, output_bias=OutputBiasConfig())
@@ -108,7 +111,8 @@ def test_a_training_begun_again_starts_from_the_same_release(tmp_path: Path) -> 
     assert trainer.ledger.releases == trainer._run.plan.releases
 
 
-@pytest.mark.parametrize("cut_off", [pytest.param("the next part", marks=pytest.mark.slow), "the release"])
+@pytest.mark.parametrize("cut_off", ["the next part", "the release"])
+@pytest.mark.slow
 def test_what_was_released_before_a_failed_beginning_is_paid_for_once(tmp_path: Path, cut_off: str) -> None:
     settings = {"output_bias": OutputBiasConfig(), "re_attention": ReAttentionConfig()}
     trainer = make(tmp_path, with_output(), private(**BUDGET, target_epsilon=3.0, **settings), max_steps=1)

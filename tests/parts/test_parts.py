@@ -70,6 +70,7 @@ def test_a_promise_without_parts_has_none_and_each_part_has_a_field() -> None:
     assert list(parts_of(PrivacyConfig(noise_multiplier=1.0, sparse_embeddings=SPARSE))) == ["sparse_embeddings"]
 
 
+@pytest.mark.slow
 def test_hooks_come_in_the_order_of_a_training(tmp_path: Path, witnessed: type[Witness]) -> None:
     trainer = make(tmp_path, max_steps=2, logging_steps=2)
     trainer.train()
@@ -84,6 +85,7 @@ def test_hooks_come_in_the_order_of_a_training(tmp_path: Path, witnessed: type[W
     assert trainer._run.parts["witness"].earlier is not None
 
 
+@pytest.mark.slow
 def test_a_part_that_does_nothing_changes_nothing(tmp_path: Path, witnessed: type[Witness], monkeypatch: Any) -> None:
     found = []
     for folder in ("a", "b"):
@@ -108,6 +110,7 @@ def test_what_is_withheld_follows_from_what_a_part_says(
         assert (exact in names) is not withheld
 
 
+@pytest.mark.slow
 def test_frequencies_are_released_once_and_read_by_others(tmp_path: Path, witnessed: type[Witness]) -> None:
     trainer = make(tmp_path, privacy=private(**BUDGET, re_attention=ATTENTION), max_steps=2)
     trainer.train()

@@ -140,6 +140,7 @@ def test_data_that_a_parameter_is_written_into_is_refused_by_name() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.slow
 def test_in_checkpoints(name: str, use_reentrant: bool, size: int) -> None:
     inner = EXACT[name].function
 

@@ -45,6 +45,7 @@ def assert_exact(model: Any, certificate: Certificate, *counts: int) -> None:
     assert torch.allclose(found.squared_norms(), loop(model, losses_alone, batch).squared_norms(), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_as_many_images_of_each() -> None:
     model, certificate = certified(1, 1, 1)
     for counts in ((2, 2), (2,)):
@@ -63,6 +64,7 @@ def test_failure_39_as_many_images_as_examples_are_not_taken_for_one_of_each() -
         record(model, per_example_losses, batch_with(0, 2), certificate=certificate)
 
 
+@pytest.mark.slow
 def test_any_number_of_images_where_what_sees_them_is_frozen() -> None:
     model, certificate = certified(1, 2, 1, frozen=True)
     for counts in ((0, 2), (1, 2, 2)):

@@ -61,7 +61,8 @@ def test_failure_46_centres_that_a_callback_moves(tmp_path: Path) -> None:
     assert "(3, 3)" in error.found
 
 
-@pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.slow
 def test_centres_without_gradient_or_of_the_model_are_welcome(tmp_path: Path, passes: int) -> None:
     model: Any = classifier()
     model.centres = nn.Parameter(torch.zeros(3, 3))

@@ -89,6 +89,7 @@ class Quantised(nn.Module):
         return nn.functional.linear(x, self.values.to(x.dtype) * self.scale) + self.b(self.a(x))
 
 
+@pytest.mark.slow
 def test_large_quantised_weights_round_and_are_not_refused() -> None:
     """In float32 two ways to add the same numbers differ by 6 % behind six layers of these."""
     model = tiny("llama", "causal_lm", torch.float32, num_hidden_layers=6).requires_grad_(False)
@@ -100,6 +101,7 @@ def test_large_quantised_weights_round_and_are_not_refused() -> None:
     preflight(model.train(), per_example_losses, text_batch("causal_lm", dtype=torch.float32))
 
 
+@pytest.mark.slow
 def test_parts_in_float32_of_a_model_in_float64_are_not_refused() -> None:
     for name, head in (("granite_swa", "causal_lm"), ("modernbert", "choice")):
         preflight(tiny(name, head), per_example_losses, text_batch(head))

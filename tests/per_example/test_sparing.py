@@ -144,6 +144,7 @@ def test_what_does_not_fit_is_checked_with_as_many_bits(full: list[bool], is_rig
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.slow
 def test_padding_is_checked_as_well(full: list[bool], side: str) -> None:
     model = in_half(adapted("LoRA", torch.float32))
     if side == "right":

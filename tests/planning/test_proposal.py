@@ -26,12 +26,13 @@ def by_calibrating_each(min_steps: int, **given: Any) -> Candidate:
 @pytest.mark.parametrize(
     ("n", "epochs", "epsilon", "min_steps"),
     [
-        pytest.param(10003, 6, 8.0, 14, marks=pytest.mark.slow),
+        (10003, 6, 8.0, 14),
         (200, 1, 0.3, 5),
-        pytest.param(50_000, 30, 80.0, 14, marks=pytest.mark.slow),
+        (50_000, 30, 80.0, 14),
         (40, 2, 1.0, 1),
     ],
 )
+@pytest.mark.slow
 def test_the_proposal_is_that_of_calibrating_each(
     n: int, epochs: float, epsilon: float, min_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_what_is_asked_for_is_all_that_the_promise_has():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow
 def test_every_argument_is_heeded(recipe, begun):
     decides_itself = {"re_attention"} if recipe == "sequential_recommendation" else set()
     asked = {name: value for name, value in OF_THE_PROMISE.items() if name not in decides_itself}
@@ -108,6 +109,7 @@ def test_every_argument_is_heeded(recipe, begun):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow
 def test_a_flag_takes_the_place_of_what_the_file_says_in_another_way(recipe, begun):
     given = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8"))
     assert {"target_epsilon", "max_steps"} <= given.keys()
@@ -121,6 +123,7 @@ def test_a_flag_takes_the_place_of_what_the_file_says_in_another_way(recipe, beg
     assert plan.config.target_delta == (None if "target_delta" not in given else float(given["target_delta"]))
 
 
+@pytest.mark.slow
 def test_a_budget_of_attacks_takes_the_place_of_the_epsilon_in_the_file(begun):
     _, plan = begun("classify", target_tpr=0.3, at_fpr=0.2, max_steps=2)
     assert (plan.config.target_epsilon, plan.config.target_tpr, plan.config.at_fpr) == (None, 0.3, 0.2)
@@ -193,6 +196,7 @@ def test_all_that_is_promised_stays_where_a_run_has_no_noise_and_true_shares_are
     assert (runs[1].token_frequencies, private.seed) == ("true", 9)
 
 
+@pytest.mark.slow
 def test_the_record_says_what_was_asked_for(train):
     flags = ("--target_epsilon", "1", "--target_delta", "1e-9", "--arms", "off", "--accountant", "rdp")
     _, out = train("sequential_recommendation", "--smoke", "true", *flags)

@@ -79,6 +79,7 @@ def test_a_model_that_copies_half_of_the_time_is_not_like_held_out_texts() -> No
     assert min(found["samples closer than 99 % of held-out texts"].values()) >= 0.5
 
 
+@pytest.mark.slow
 def test_texts_that_were_not_copied_are_like_held_out_texts() -> None:
     """The control of the control: nothing is found where nothing was planted."""
     training, held_out, samples = texts(400, 1), texts(400, 2), texts(400, 3)

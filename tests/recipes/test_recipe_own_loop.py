@@ -62,6 +62,7 @@ def run(words, monkeypatch):
     return recipe
 
 
+@pytest.mark.slow
 def test_it_gives_what_dptrainer_gives_and_resumes(run, tmp_path):
     out = tmp_path / "out"
     own, model, dataset, privacy, collate = run(out)

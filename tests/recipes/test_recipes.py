@@ -34,6 +34,7 @@ def test_adapters_after_a_head_are_under_one_budget(train, local, tmp_path):
     assert verify(tmp_path / "both").private
 
 
+@pytest.mark.slow
 def test_a_recipe_goes_on_from_its_checkpoint_and_never_begins_anew_instead(train):
     flags = ("--smoke", "true", "--save_strategy", "steps", "--save_steps", "1")
     _, out = train("classify_full", *flags)
@@ -60,8 +61,9 @@ def test_a_recipe_goes_on_from_its_checkpoint_and_never_begins_anew_instead(trai
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param("classify", marks=pytest.mark.slow), "classify_lora", "classify_as_infilling", "classify_as_answers"],
+    ["classify", "classify_lora", "classify_as_infilling", "classify_as_answers"],
 )
+@pytest.mark.slow
 def test_accuracy_by_group_and_the_gap_to_training_without_privacy(recipe, train):
     flags = ("--group_column", "branch", "--compare_without_privacy", "true")
     printed, out = train(recipe, "--smoke", "true", *flags)
@@ -92,6 +94,7 @@ def test_loss_by_group_where_noise_drowns_what_is_learnt_without_privacy(train, 
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.slow
 def test_a_pretrained_language_model_on_rows(method, train, questions_directory, causal_directory):
     flags = ("--text_file", str(questions_directory / "train.csv"), "--model", str(causal_directory))
     printed, out = train("causal_lm", "--smoke", "true", *flags, "--method", method, "--prompt", "my card")
@@ -242,6 +245,7 @@ def test_sparse_embeddings_beside_dense_ones(task, arms, ratios, train, tmp_path
     assert not list((out / "without_privacy").iterdir())
 
 
+@pytest.mark.slow
 def test_sparse_word_embeddings_by_a_column(train):
     flags = ("--smoke", "true", "--arms", "adafest", "--group_column", "branch", "--compare_without_privacy", "true")
     _, out = train("sparse_embeddings_banking77", *flags)

@@ -42,15 +42,6 @@ FORMS = {
 FORMS |= {f"{recipe}_lora": FORMS[recipe] for recipe in ("causal_lm", "synthetic_text", "table_to_text")}
 FORMS |= {f"classify_{method}": FORMS["classify"] for method in ("full", "lora")}
 
-# What they save is made as that of classify_lora, table_to_text_lora or sparse_embeddings_table is.
-ALIKE = {
-    "classify_as_answers",
-    "classify_as_infilling",
-    *("causal_lm", "causal_lm_lora", "classify", "classify_full", "classify_lora", "instruct", "preferences"),
-    "sequential_recommendation",  # as sparse_embeddings, whose model is no language model either
-    *("sparse_embeddings_banking77", "synthetic_text", "synthetic_text_lora", "table_to_text", "table_to_text_lora"),
-}
-
 
 @pytest.fixture(scope="module")
 def plainly():
@@ -92,9 +83,8 @@ def own(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(recipe, marks=[pytest.mark.slow] * (recipe in ALIKE)) for recipe in RECIPES]
-)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow
 def test_what_a_recipe_saves_is_loaded_without_it(recipe, train, own, plainly):
     kind, given, answer = FORMS.get(recipe, (None, {"features": [[1, 2, 3]]}, None))
     found = own(given)

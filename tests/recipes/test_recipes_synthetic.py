@@ -66,6 +66,7 @@ def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, 
         return run(data, output, "--samples", "10", "--group_column", "language"), output
 
 
+@pytest.mark.slow
 def test_a_corpus_is_shared_with_its_record_and_nothing_else(done: tuple[Result, Path]) -> None:
     said, output = done
     assert said.exit_code == 0, said.output[-3000:]
@@ -107,6 +108,7 @@ def test_what_reads_private_texts_is_for_the_owner_and_says_so(done: tuple[Resul
     assert len(json.loads((output / "groups.json").read_text())["groups"]) == 2
 
 
+@pytest.mark.slow
 def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
     data: Path, done: tuple[Result, Path], tmp_path: Path
 ) -> None:

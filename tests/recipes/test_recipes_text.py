@@ -80,8 +80,9 @@ def instruct(part):
 
 @pytest.mark.parametrize(
     ("recipe", "group", "method"),
-    [("instruct", "branch", "lora"), pytest.param("table_to_text", "fee", "full", marks=pytest.mark.slow)],
+    [("instruct", "branch", "lora"), ("table_to_text", "fee", "full")],
 )
+@pytest.mark.slow
 def test_smoke_by_group(recipe, group, method, train):
     printed, out = train(recipe, "--smoke", "true", "--group_column", group, "--method", method)
     assert json.loads((out / "privacy.json").read_text(encoding="utf-8"))["report"]["steps"] == 2
@@ -112,6 +113,7 @@ def test_a_model_from_scratch_learns_to_describe(train):
     assert after["loss per target token"] < before["loss per target token"] - 0.3
 
 
+@pytest.mark.slow
 def test_results_are_there_before_a_comparison_begins_and_samples_stand_side_by_side(train, part, monkeypatch):
     results = part("common.results")
     begun, rates = [], []
@@ -156,6 +158,7 @@ def test_layers_that_have_no_numbers_are_not_all_adapted(part):
         common.adapters(model, rank=2, layers=1)
 
 
+@pytest.mark.slow
 def test_prompts_and_completions(data, train):
     files = [f"--{split}_file={data}/pairs_{split}.json" for split in ("train", "test")]
     _, out = train("instruct", "--smoke", "true", *files, "--group_column", "prompt", "--method", "full")

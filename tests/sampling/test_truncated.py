@@ -160,6 +160,7 @@ def test_what_is_composed_is_the_pair_by_hand(noise: float, q: float, most: int)
 
 
 @needs_the_event
+@pytest.mark.slow
 def test_a_cap_that_no_draw_reaches_costs_nothing() -> None:
     plain = epsilon(dp.SelfComposedDpEvent(step_event(0.8, 0.01), 100), 1e-5)
 
@@ -250,12 +251,13 @@ def with_lora() -> nn.Module:
     ("model", "settings"),
     [
         (classifier, {}),
-        pytest.param(with_lora, {}, marks=pytest.mark.slow),
+        (with_lora, {}),
         (classifier, {"sparse_embeddings": SparseEmbeddingConfig(threshold=2.0)}),
         (classifier, {"re_attention": ReAttentionConfig()}),
     ],
     ids=["plain", "LoRA", "sparse embeddings", "Re-Attention"],
 )
+@pytest.mark.slow
 def test_a_training_keeps_its_budget_and_its_cap(
     tmp_path: Path, model: Callable[[], nn.Module], settings: dict[str, Any]
 ) -> None:

@@ -142,6 +142,7 @@ TO_LONGEST, TO_FOURS, TO_SIXTEENS = (functools.partial(padded, multiple=n) for n
         pytest.param(TWO_TEXTS, numbered, id="of two texts, beside which there is a mask"),
     ],
 )
+@pytest.mark.slow
 def test_failure_70_micro_batches_of_one_width_remove_it(joining: list[int], collate: Collate, autocast: bool) -> None:
     """With a mask that hides nothing attention adds up in another order: padding all to one width does not help rows
     that fill it."""
@@ -155,6 +156,7 @@ def test_how_many_rows_there_are_changes_nothing_on_a_cpu(autocast: bool) -> Non
 
 
 @pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.slow
 def test_on_a_cpu_it_is_mostly_masks_that_are_left_out(autocast: bool) -> None:
     """Where every row is padded, by however much, or attention is eager, little moves."""
     moved = moved_by(LONG, TO_LONGEST, autocast=autocast)

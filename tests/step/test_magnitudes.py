@@ -46,6 +46,7 @@ def test_noise_that_numbers_cannot_hold_is_refused_before_it_is_paid_for(
 
 
 @pytest.mark.parametrize(("dtype", "times"), [(torch.float16, 1), (torch.bfloat16, 0), (torch.float32, 0)])
+@pytest.mark.slow
 def test_trained_weights_in_float16_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype, times: int
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_large_rate_that_learns_is_left_alone(tmp_path: Path) -> None:
     make(tmp_path, privacy=private(clipping_norm=1e-3), learning_rate=1000.0).train()
 
 
+@pytest.mark.slow
 def test_stock_arguments_are_warned_of_and_large_batches_are_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

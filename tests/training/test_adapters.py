@@ -74,6 +74,7 @@ def with_the_best(path: Path, model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(("name", "other"), NAMES)
+@pytest.mark.slow
 def test_the_best_checkpoint_of_an_adapter_of_any_name(tmp_path: Path, name: str, other: str | None) -> None:
     trainer, points = with_the_best(tmp_path, adapted(name, other))
     assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
@@ -88,6 +89,7 @@ def test_the_best_checkpoint_of_an_adapter_of_any_name(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", ["one", "q_lin"])
+@pytest.mark.slow
 def test_an_adapter_of_any_name_resumes(tmp_path: Path, name: str) -> None:
     whole = make(tmp_path, adapted(name), save_strategy="steps", save_steps=2)
     whole.train()
@@ -96,6 +98,7 @@ def test_an_adapter_of_any_name_resumes(tmp_path: Path, name: str) -> None:
     assert same(parameters(whole.model), parameters(again.model))
 
 
+@pytest.mark.slow
 def test_two_adapters_that_are_trained_together_resume(tmp_path: Path) -> None:
     def both() -> Any:
         model: Any = get_peft_model(classifier(), LoraConfig(r=2, target_modules=["q_lin"]), adapter_name="one")
@@ -157,6 +160,7 @@ class Switch(TrainerCallback):
             model.set_adapter("two")
 
 
+@pytest.mark.slow
 def test_what_is_trained_from_some_step_on_is_for_a_training_after_this_one(tmp_path: Path) -> None:
     model: Any = get_peft_model(classifier(), LoraConfig(r=2, target_modules=["q_lin"]), adapter_name="one")
     model.add_adapter("two", LoraConfig(r=2, target_modules=["v_lin"]))

@@ -88,6 +88,7 @@ def test_of_two_datasets_that_differ_by_one_row_nothing_differs_but_the_sums(
     assert 0 < norm <= 1 + 1e-3
 
 
+@pytest.mark.slow
 def test_negative_control_where_n_is_public_all_of_it_differs(tmp_path: Path) -> None:
     paths = [tmp_path / "one" / "out", tmp_path / "other" / "out"]
     config = private(noise_multiplier=None, target_epsilon=4.0, accountant="rdp", withhold_non_private_logs=True)
@@ -105,11 +106,12 @@ def test_negative_control_where_n_is_public_all_of_it_differs(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "part",
     [
-        pytest.param({"re_attention": ReAttentionConfig()}, marks=pytest.mark.slow),
+        {"re_attention": ReAttentionConfig()},
         {"sparse_embeddings": SparseEmbeddingConfig(method="adafest+", kept_rows=20)},
     ],
     ids=lambda part: next(iter(part)),
 )
+@pytest.mark.slow
 def test_what_parts_release_does_not_follow_from_n_either(tmp_path: Path, part: dict[str, Any]) -> None:
     config = PrivacyConfig(target_epsilon=50, accountant="rdp", seed=7, withhold_non_private_logs=True, **OWN, **part)
     found = []
@@ -123,6 +125,7 @@ def test_what_parts_release_does_not_follow_from_n_either(tmp_path: Path, part: 
     assert len(found[0][0]["ledger"]["entries"]) == 2
 
 
+@pytest.mark.slow
 def test_a_second_training_on_other_data_adds_up_and_is_resumed_on_that(tmp_path: Path) -> None:
     config, saves = private(**OWN), {"save_strategy": "steps", "save_steps": 2}
     trainer, _ = after(tmp_path, ROWS, config)
@@ -139,6 +142,7 @@ def test_a_second_training_on_other_data_adds_up_and_is_resumed_on_that(tmp_path
     assert resumed.ledger.steps == 2 * STEPS
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_under_it_too(tmp_path: Path) -> None:
     found = []
     for n in (MORE, MORE - 1):
@@ -151,6 +155,7 @@ def test_an_adapter_is_trained_under_it_too(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_the_record_says_so_and_verifies(tmp_path: Path) -> None:
     trainer, _ = after(tmp_path / "out", ROWS, PrivacyConfig(target_epsilon=3.0, **OWN))
     report = trainer.privacy_report()
@@ -169,6 +174,7 @@ def test_the_record_says_so_and_verifies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("n", "q"), [(5, 0.2), (ROWS, 1.0), (ROWS, 0.02)])
+@pytest.mark.slow
 def test_the_batches_may_be_of_another_mean_size(
     tmp_path: Path, n: int, q: float, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,6 +47,7 @@ def second(first: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trainer
 
 
+@pytest.mark.slow
 def test_the_opening_says_that_earlier_trainings_are_included(second: Any) -> None:
     assert opening(second._run.plan)[0].endswith(" for one training example, the earlier trainings included.")
 
@@ -101,6 +102,7 @@ def test_the_record_the_card_and_the_report_tell_of_both(second: Any, first: Pat
     assert f"- first: epsilon {spent} at delta 0.0142 when it had ended, of 48 units (one training example, " in told
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_after_the_same_training_alone(second: Any, first: Path, tmp_path: Path) -> None:
     checkpoint = f"{second.args.output_dir}/checkpoint-2"
     moved = shutil.copytree(first, tmp_path / "moved")
@@ -191,6 +193,7 @@ def test_a_budget_that_is_spent_is_refused_before_anything_else(first: Path, tmp
         assert not trainer.ledger.entries
 
 
+@pytest.mark.slow
 def test_a_model_that_was_trained_privately_says_on_whose_data(first: Path, tmp_path: Path) -> None:
     silent = going_on(tmp_path, first, given())
     with pytest.raises(LedgerError, match="the model was read from .* does not say whose data that was") as refusal:
@@ -214,6 +217,7 @@ def test_a_model_that_was_trained_privately_says_on_whose_data(first: Path, tmp_
     assert verify(third).private
 
 
+@pytest.mark.slow
 def test_a_model_that_another_trainer_holds_says_on_whose_data(tmp_path: Path) -> None:
     one = trained(tmp_path / "one", privacy=given(), max_steps=1)
     one.save_model()
@@ -277,7 +281,8 @@ def test_what_is_spoilt_or_not_hidden_alike_is_refused(first: Path, tmp_path: Pa
         make(tmp_path, privacy=given(after=tmp_path))
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "state dict", pytest.param("data", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["deepcopy", "state dict", "data"])
+@pytest.mark.slow
 def test_a_copy_of_what_was_trained_says_on_whose_data(tmp_path: Path, how: str) -> None:
     one = trained(tmp_path / "one", privacy=given(), max_steps=1)
     one.save_model()

@@ -55,6 +55,7 @@ def test_a_rest_of_the_programs_own_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.slow
 def test_a_training_wakes_them_when_it_ends(tmp_path: Path, fails: bool) -> None:
     seen = []
 

@@ -81,13 +81,14 @@ def no_hooks_of_all() -> Any:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(with_a_hook, marks=pytest.mark.slow),
+        with_a_hook,
         with_a_hook_of_all,
         with_another_module,
-        pytest.param(with_another_forward, marks=pytest.mark.slow),
+        with_another_forward,
         with_another_forward_of_the_class,
     ],
 )
+@pytest.mark.slow
 def test_failure_79_what_mixes_examples_from_the_third_step_on_is_refused_before_it(
     change: Callable[[Any], None], tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_failure_79_what_mixes_examples_from_the_third_step_on_is_refused_before
 
 
 @pytest.mark.checked_anew
+@pytest.mark.slow
 def test_a_hook_that_does_no_harm_is_checked_once_and_trained_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_weight_that_each_pass_keeps_within_bounds_is_trained(tmp_path: Path) 
     assert not weight.equal(before)
 
 
+@pytest.mark.slow
 def test_a_method_that_is_hooked_in_each_step_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked, check = [], Engine.check
     monkeypatch.setattr(Engine, "check", lambda engine: (checked.append(engine), check(engine)))

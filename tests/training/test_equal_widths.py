@@ -34,9 +34,10 @@ def begun(path: Path, caplog: Any, data: Rows, dtype: torch.dtype = torch.float3
 
 @pytest.mark.parametrize(
     "how",
-    [{"dtype": torch.bfloat16}, pytest.param({"bf16": True}, marks=pytest.mark.slow)],
+    [{"dtype": torch.bfloat16}, {"bf16": True}],
     ids=["weights", "autocast"],
 )
+@pytest.mark.slow
 def test_16_bits_are_warned_of_where_widths_differ(tmp_path: Path, caplog: Any, how: dict[str, Any]) -> None:
     """Also where none of the few that are tried moves, which says nothing of others."""
     assert begun(tmp_path / "a", caplog, rows(), **how)
@@ -51,9 +52,10 @@ def test_16_bits_are_warned_of_where_widths_differ(tmp_path: Path, caplog: Any, 
     "how",
     [
         pytest.param({"dtype": torch.bfloat16}, id="weights"),
-        pytest.param({"bf16": True}, id="autocast", marks=pytest.mark.slow),
+        pytest.param({"bf16": True}, id="autocast"),
     ],
 )
+@pytest.mark.slow
 def test_nothing_is_said_where_nothing_is_to_be_done(tmp_path: Path, caplog: Any, how: dict[str, Any]) -> None:
     assert not begun(tmp_path / "equal", caplog, rows(), equal_widths=True, **how)
     assert not begun(tmp_path / "one length", caplog, of_one_length(), **how)
@@ -68,6 +70,7 @@ def trained(path: Path, *, equal_widths: bool, resume: bool = False, **changes: 
     return trainer
 
 
+@pytest.mark.slow
 def test_the_same_examples_noise_and_cost(tmp_path: Path) -> None:
     usual, equal = (trained(tmp_path / str(name), equal_widths=name) for name in (False, True))
     assert 0 < distance(parameters(usual.model), parameters(equal.model)) < 1e-5
@@ -81,6 +84,7 @@ def test_the_same_examples_noise_and_cost(tmp_path: Path) -> None:
     assert all(len(masks) == 1 and 0 not in next(iter(masks)) for masks in widths)
 
 
+@pytest.mark.slow
 def test_what_the_card_says_is_of_all_steps(tmp_path: Path) -> None:
     trained(tmp_path, equal_widths=False, max_steps=1, save_strategy="steps", save_steps=1)
     with pytest.raises(LedgerError, match="equal_widths"):

@@ -40,6 +40,7 @@ class Images:
         return {"image": Image.new("L", (4, 4), index), "pixels": pixels, "array": pixels.numpy(), "label": index}
 
 
+@pytest.mark.slow
 def test_a_fingerprint_is_of_the_content() -> None:
     pytest.importorskip("PIL")
     kept = [Images(), Images()]

@@ -46,6 +46,7 @@ def delta(model: Any) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_name_is_saved_and_verified(tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["q_lin"], task_type="SEQ_CLS")
     trainer = make(tmp_path, get_peft_model(classifier(), config, adapter_name="mine"), PrivacyConfig(target_epsilon=3))
@@ -157,6 +158,7 @@ def test_failure_18_a_model_wrapped_behind_the_trainers_back_is_not_trained_in_s
     assert delta(wrapped) > 0
 
 
+@pytest.mark.slow
 def test_modules_to_save_are_trained_saved_and_loaded(tmp_path: Path) -> None:
     model = adapted(classifier(), modules_to_save=["pre_classifier", "classifier"])
     before = parameters(model)
@@ -193,6 +195,7 @@ def test_an_adapter_that_is_frozen_is_refused(tmp_path: Path) -> None:
         make(tmp_path, model)
 
 
+@pytest.mark.slow
 def test_chats_about_pictures_train_with_any_number_of_pictures_in_a_row(tmp_path: Path) -> None:
     """Adapters on the language model; the collator fills rows up with blank pictures, as SmolVLM's processor does."""
     draw = torch.Generator().manual_seed(0)

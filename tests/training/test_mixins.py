@@ -31,6 +31,7 @@ from tests.training.workbench import (
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 
+@pytest.mark.slow
 def test_the_mixin_in_front_of_seq2seq_trainer(tmp_path: Path) -> None:
     from transformers import BartConfig, BartForConditionalGeneration
 
@@ -65,6 +66,7 @@ def test_the_mixin_in_front_of_seq2seq_trainer(tmp_path: Path) -> None:
     assert predictions.shape[0] == 4
 
 
+@pytest.mark.slow
 def test_the_mixin_in_front_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
     class Weighted(Trainer):
         logged = 0

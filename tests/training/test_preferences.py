@@ -132,11 +132,12 @@ def losses_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     "kind",
     [
         "adapter switched off",
-        pytest.param("copy of an adapter", marks=pytest.mark.slow),
+        "copy of an adapter",
         "a model of its own",
-        pytest.param("a model of its own, beforehand", marks=pytest.mark.slow),
+        "a model of its own, beforehand",
     ],
 )
+@pytest.mark.slow
 def test_each_kind_of_reference(tmp_path: Path, kind: str) -> None:
     parts = references()[kind]
     assert_step_is_that_of_single_pairs(tmp_path, (trl.DPOTrainer, DPDPOTrainer), beta=0.5, **parts)
@@ -191,6 +192,7 @@ def test_the_snippet_in_the_docs_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 7.9 < report.epsilon <= 8.0
 
 
+@pytest.mark.slow
 def test_a_users_pairs_are_clipped_together(tmp_path: Path) -> None:
     data = pairs(16).add_column("user", [f"u{i % 8}" for i in range(16)])
     parts = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -249,6 +251,7 @@ def test_whose_data_the_reference_was_trained_on_is_asked(tmp_path: Path) -> Non
         make(tmp_path / "new", ref_model=reference).train()
 
 
+@pytest.mark.slow
 def test_whose_data_a_copied_reference_was_trained_on_is_asked(tmp_path: Path) -> None:
     first = make(tmp_path / "first")
     first.train()

@@ -113,6 +113,7 @@ def test_another_loss_than_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         make(tmp_path).train()
 
 
+@pytest.mark.slow
 def test_a_reference_that_sees_other_pairs(tmp_path: Path) -> None:
     """As one that counts padding as positions would; TRL computes it before there is a private step."""
 
@@ -141,6 +142,7 @@ def noisy() -> Any:
     return Noisy(a_model().config).train()
 
 
+@pytest.mark.slow
 def test_a_reference_draws_nothing(tmp_path: Path) -> None:
     """No check of the losses sees what it draws, and beforehand it would be by a public seed."""
     kinds: tuple[dict[str, Any], ...] = (
@@ -167,6 +169,7 @@ def test_failure_37_a_reference_in_8_bits(tmp_path: Path) -> None:
         make(tmp_path, ref_model=reference, precompute_ref_log_probs=False).train()
 
 
+@pytest.mark.slow
 def test_dropout_is_no_other_loss(tmp_path: Path) -> None:
     """OPT draws its masks without a module that TRL could switch off."""
     config = OPTConfig(
@@ -176,6 +179,7 @@ def test_dropout_is_no_other_loss(tmp_path: Path) -> None:
     make(tmp_path, model=OPTForCausalLM(config)).train()
 
 
+@pytest.mark.slow
 def test_a_reference_that_rounds(tmp_path: Path) -> None:
     """As in 16 bits, where numbers are rounded otherwise beside others: that is no influence of theirs."""
 
@@ -189,6 +193,7 @@ def test_a_reference_that_rounds(tmp_path: Path) -> None:
     make(tmp_path, Rounding, peft_config=adapter(), precompute_ref_log_probs=False, beta=5.0).train()
 
 
+@pytest.mark.slow
 def test_a_subclass_with_another_loss_says_so_pair_by_pair(tmp_path: Path) -> None:
     class Doubled(trl.DPOTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

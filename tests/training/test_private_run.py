@@ -26,6 +26,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.slow
 def test_a_loop_of_ones_own_trains_as_trainer_does(tmp_path: Path, part: str) -> None:
     privacy, found, ledgers = private(**PARTS[part]), [], []
     torch.manual_seed(0)
@@ -53,8 +54,9 @@ def test_a_loop_of_ones_own_trains_as_trainer_does(tmp_path: Path, part: str) ->
     assert ledgers[0].steps == STEPS
 
 
-@pytest.mark.parametrize("part", [pytest.param("none", marks=pytest.mark.slow), *list(PARTS)[1:]])
-@pytest.mark.parametrize("at", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", ["none", *list(PARTS)[1:]])
+@pytest.mark.parametrize("at", [3, 6])
+@pytest.mark.slow
 def test_resumed_it_goes_on_as_if_there_had_been_no_break(tmp_path: Path, part: str, at: int) -> None:
     privacy = private(**PARTS[part])
     model = classifier(dropout=0.1)
@@ -82,6 +84,7 @@ def test_a_saved_model_is_verified_and_lies_beside_its_record(tmp_path: Path) ->
     assert run.logs().keys() >= {"epsilon", "noise_multiplier", "clipped_fraction"}
 
 
+@pytest.mark.slow
 def test_a_plain_module_with_a_loss_of_its_own(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch["features"]), batch["labels"], reduction="none")
@@ -97,6 +100,7 @@ def test_a_plain_module_with_a_loss_of_its_own(tmp_path: Path) -> None:
     assert verify(tmp_path / "final").consistent
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_budget_and_a_checkpoint_counts_what_was_spent(tmp_path: Path) -> None:
     privacy = PrivacyConfig(target_epsilon=8.0, seed=3)
     run, optimizer, scheduler = begun(classifier(), privacy, steps=2, output_dir=tmp_path)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 
 
 @pytest.mark.parametrize("first", ["Trainer", "own"])
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_the_other_loop(tmp_path: Path, first: str) -> None:
     def trained(loop: str, resume: bool) -> dict[str, torch.Tensor]:
         model = classifier(dropout=0.1)
@@ -107,6 +108,7 @@ def test_other_parameters_frozen_than_before_are_refused(tmp_path: Path, loop_of
         (with_changed_weights, "contradicts itself|is not what was saved there"),
     ],
 )
+@pytest.mark.slow
 def test_a_checkpoint_of_another_training_is_refused(
     tmp_path: Path, resume: Callable[[Path], None], words: str
 ) -> None:
@@ -117,7 +119,8 @@ def test_a_checkpoint_of_another_training_is_refused(
         resume(tmp_path)
 
 
-@pytest.mark.parametrize("all_moments", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("all_moments", [False, True])
+@pytest.mark.slow
 def test_killed_in_a_save_there_is_a_whole_checkpoint_with_its_ledger(tmp_path: Path, all_moments: bool) -> None:
     out = tmp_path / "out"
     run, optimizer, scheduler = begun(classifier(n_layers=1), output_dir=out)
@@ -152,6 +155,7 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "checkpoint-1").is_dir()
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_write_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_dp.training.resuming.output_lock._PATIENCE", 0.01)
     run, optimizer, scheduler = begun(classifier(), steps=1, output_dir=tmp_path)

@@ -31,6 +31,7 @@ def adapted() -> Any:
     return peft.get_peft_model(tiny("llama", "causal_lm", torch.float32, num_hidden_layers=1), config)
 
 
+@pytest.mark.slow
 def test_the_check_of_a_model_without_random_numbers_takes_few_passes(tmp_path: Path) -> None:
     """Most of them of a few rows that are cut short, so that they take as long as few steps of ordinary batches."""
     data = rows(60, low=20, high=30)
@@ -70,6 +71,7 @@ def test_passes_are_counted_on_a_terminal_by_the_first_rank(
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_three_lines_say_what_begins_and_the_logs_how_long_noise_and_signal_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -97,6 +99,7 @@ def test_three_lines_say_what_begins_and_the_logs_how_long_noise_and_signal_are(
         (PrivacyConfig(target_epsilon=8.0), "Private training: epsilon 8 at delta 0.0142 for one training example."),
     ],
 )
+@pytest.mark.slow
 def test_what_is_promised_is_said_as_it_was_given(privacy: PrivacyConfig, said: str, tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=privacy)
     trainer.get_train_dataloader()
@@ -140,6 +143,7 @@ def test_the_opening_says_what_is_clipped(unit_sampling: Any, whose: str, tmp_pa
     assert drawn.endswith(f"1 step of expected batch size {EXPECTED}. max_grad_norm is 0: {whose} clipped.")
 
 
+@pytest.mark.slow
 def test_no_time_of_private_rows_is_said_where_what_is_not_private_is_withheld(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,6 +178,7 @@ def test_how_long_it_takes_is_said_once_and_of_steps_that_were_seen(
 @pytest.mark.parametrize(
     ("privacy", "ahead"), [(PrivacyConfig(target_epsilon=8.0, accountant="rdp"), 70), (private(), 90)]
 )
+@pytest.mark.slow
 def test_steps_that_a_budget_does_not_pay_for_again_are_not_ahead(
     privacy: PrivacyConfig, ahead: int, tmp_path: Path
 ) -> None:
@@ -205,6 +210,7 @@ def test_what_takes_long_is_said_seldom(monkeypatch: pytest.MonkeyPatch) -> None
     assert calls == [0, 102, 204]
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_epsilon_as_any_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Transformers' own callback, also where TensorBoard itself is not installed."""
     written: dict[str, list[float]] = {}

@@ -17,6 +17,7 @@ from tests.training.refusing import refused
 from tests.training.workbench import ROWS, arguments, classifier, make, pad, private, rows
 
 
+@pytest.mark.slow
 def test_the_helper_notices_what_is_not_refused(tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         refused(tmp_path, ConfigurationError, "anything")
@@ -159,6 +160,7 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
     refused(tmp_path, ConfigurationError, "SGD holds none", parts={"optimizers": (other, None)})
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_some_parameters_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def trained(freeze: bool) -> str:
         model: Any = classifier()
@@ -216,6 +218,7 @@ def test_an_argument_that_is_set_after_the_trainer_was_made(tmp_path: Path, name
     assert run.ledger.steps == 0
 
 
+@pytest.mark.slow
 def test_of_arguments_set_after_the_trainer_was_made_the_others_are_taken(tmp_path: Path) -> None:
     run = make(tmp_path)
     run.args.max_steps, run.args.per_device_train_batch_size = 3, 2

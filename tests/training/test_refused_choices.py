@@ -96,6 +96,7 @@ def test_failure_48_the_training_data_without_the_column_of_units(tmp_path: Path
 
 
 @pytest.mark.usefixtures("checked_once")
+@pytest.mark.slow
 def test_looking_at_the_training_data_and_choosing_by_others_is_welcome(tmp_path: Path) -> None:
     train = rows()
     looked_at = make(

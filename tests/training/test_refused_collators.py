@@ -86,6 +86,7 @@ def without_mask_for_language(examples: list[dict[str, Any]]) -> dict[str, Tenso
     return {name: value for name, value in pad_for_language(examples).items() if name != "attention_mask"}
 
 
+@pytest.mark.slow
 def test_padding_that_changes_an_example(tmp_path: Path) -> None:
     refused(tmp_path, PreflightError, "in a batch", at_once=False, parts={"data_collator": without_mask})
 
@@ -141,13 +142,6 @@ UNKNOWN = [
     ("a torch dataset", "beside a longer list"),
 ]
 
-USUAL = [
-    ("a list", "a tuple", 30),
-    ("a Hugging Face dataset", "a column of text", 30),
-    ("with a transform", "a list", 3),
-    ("a torch dataset", "beside a longer list", 30),
-]
-
 
 def parts_of(kind: str, form: str, data: list[dict[str, Any]]) -> dict[str, Any]:
     wrap, tokens = AS[form]
@@ -163,10 +157,9 @@ def of_kinds(*usual: str) -> list[Any]:
     return [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in usual)) for kind in KINDS]
 
 
-@pytest.mark.parametrize(("kind", "form"), [pytest.param(*KNOWN[0], marks=pytest.mark.slow), *KNOWN[1:]])
-@pytest.mark.parametrize(
-    "where", [pytest.param(0, marks=pytest.mark.slow), 337, pytest.param(799, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("kind", "form"), KNOWN)
+@pytest.mark.parametrize("where", [0, 337, 799])
+@pytest.mark.slow
 def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind: str, form: str) -> None:
     data = rows(800, low=6, high=6)
     data[where]["input_ids"] = list(range(3, 33))
@@ -177,8 +170,7 @@ def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind
 @pytest.mark.parametrize(
     ("kind", "form", "length"),
     [
-        # Once of each kind of data set with rows of unknown length.
-        pytest.param(kind, form, length, marks=[pytest.mark.slow] * ((kind, form, length) not in USUAL))
+        pytest.param(kind, form, length, marks=[pytest.mark.slow] * ((form, length) != ("a column of text", 30)))
         for length in (30, 3)
         for kind, form in UNKNOWN
     ],
@@ -210,7 +202,8 @@ def test_failure_30_a_switch_that_one_short_row_turns_for_good(tmp_path: Path) -
     assert model.bert.attention_type == model.bert.encoder.attention_type == "block_sparse"
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.slow
 def test_failure_30_a_row_longer_than_any_before_is_looked_at_before_it_counts(tmp_path: Path, workers: int) -> None:
     """Phi-3's longrope: one row above a threshold gives all beside it other frequencies."""
     factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "original_max_position_embeddings": 16}
@@ -231,6 +224,7 @@ def test_failure_30_a_row_longer_than_any_before_is_looked_at_before_it_counts(t
     assert make(tmp_path, models[1], parts={**parts, "train_dataset": Lazy(data)}).train().global_step == 4
 
 
+@pytest.mark.slow
 def test_failure_30_a_long_row_where_all_are_of_one_width(tmp_path: Path) -> None:
     """Positions that follow the mask tell a model which row is the longest."""
     factors = {"short_factor": [1.0] * 3, "long_factor": [2.0] * 3, "original_max_position_embeddings": 16}
@@ -252,12 +246,14 @@ def test_failure_30_a_long_row_where_all_are_of_one_width(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", of_kinds("a Hugging Face dataset"))
+@pytest.mark.slow
 def test_failure_30_rows_of_one_length_have_no_padding(tmp_path: Path, kind: str) -> None:
     parts = {"data_collator": without_mask_for_language, "train_dataset": KINDS[kind](rows(low=6, high=6))}
     assert make(tmp_path, fnet(), parts=parts).train().global_step == 4
 
 
 @pytest.mark.parametrize("kind", of_kinds("with a transform"))
+@pytest.mark.slow
 def test_failure_30_one_width_for_all_micro_batches_is_a_way_out(tmp_path: Path, kind: str) -> None:
     def wide(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         return {k: v[:-1] for k, v in without_mask_for_language([*examples, {"input_ids": [3] * 12}]).items()}
@@ -266,6 +262,7 @@ def test_failure_30_one_width_for_all_micro_batches_is_a_way_out(tmp_path: Path,
     assert make(tmp_path, fnet(), parts=parts).train().global_step == 4
 
 
+@pytest.mark.slow
 def test_padding_that_changes_an_example_under_a_random_collator(tmp_path: Path) -> None:
     def masked(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = without_mask([{"input_ids": e["input_ids"], "labels": e["input_ids"]} for e in examples])
@@ -326,12 +323,13 @@ def ended(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     ("kind", "collate"),
     [
         ("a list", popped),
-        pytest.param("a Hugging Face dataset", popped, marks=pytest.mark.slow),
-        pytest.param("a torch dataset", popped, marks=pytest.mark.slow),
+        ("a Hugging Face dataset", popped),
+        ("a torch dataset", popped),
         ("a Hugging Face dataset", ended),
     ],
 )
-@pytest.mark.parametrize("most", [None, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [None, 40])
+@pytest.mark.slow
 def test_collators_that_change_their_rows_train(tmp_path: Path, kind: str, collate: Any, most: int | None) -> None:
     parts = {"data_collator": collate, "train_dataset": KINDS[kind](data := rows()), "max_tokens_per_micro_batch": most}
     run = make(tmp_path, parts=parts, remove_unused_columns=False)

@@ -102,6 +102,7 @@ def fine(tmp_path_factory: pytest.TempPathFactory) -> Rows:
         ({"labels": None}, "TypeError"),
     ],
 )
+@pytest.mark.slow
 def test_one_bad_row_that_is_drawn_late(tmp_path: Path, fine: Rows, bad: dict[str, Any], words: str) -> None:
     many = copy.deepcopy(fine)
     many[1501] |= bad
@@ -114,6 +115,7 @@ def test_rows_without_labels(tmp_path: Path) -> None:
     refused(tmp_path, ConfigurationError, "no 'labels'", parts={"train_dataset": data}, at_once=False)
 
 
+@pytest.mark.slow
 def test_a_column_that_is_dropped_before_a_loss_of_ones_own_reads_it(tmp_path: Path) -> None:
     class Weighted(DPTrainer):
         def compute_per_example_loss(self, model: Any, inputs: Any) -> Any:

@@ -47,6 +47,7 @@ class CoinOfLongRows(nn.Module):
         return x * torch.bernoulli(torch.tensor(0.5)) if self.training and x.shape[1] > 24 else x
 
 
+@pytest.mark.slow
 def test_failure_28_a_coin_that_falls_for_long_rows_alone(tmp_path: Path) -> None:
     model: Any = classifier()
     model.distilbert.embeddings.LayerNorm = nn.Sequential(model.distilbert.embeddings.LayerNorm, CoinOfLongRows())
@@ -70,6 +71,7 @@ def test_a_parameter_without_a_rule(tmp_path: Path) -> None:
     assert "freeze" in error.fix
 
 
+@pytest.mark.slow
 def test_examples_that_mix(tmp_path: Path) -> None:
     refused(tmp_path, PreflightError, "neighbours", with_head(BatchMean()), at_once=False)
 
@@ -87,6 +89,7 @@ def in_fours() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_failure_44_what_is_seen_at_neither_the_shortest_nor_the_longest_length(tmp_path: Path) -> None:
     ends = [*rows(8, low=4, high=4), *rows(8, low=8, high=8)]
     make(tmp_path / "ends", in_fours(), parts={"train_dataset": ends}, max_steps=1).train()
@@ -127,6 +130,7 @@ def test_several_devices_would_be_dataparallel(tmp_path: Path) -> None:
         DPTrainer(model=classifier(), args=args, train_dataset=rows(), data_collator=pad, privacy=private())
 
 
+@pytest.mark.slow
 def test_unfreezing_in_the_middle_is_refused_before_the_step_is_paid(tmp_path: Path) -> None:
     class Unfreeze(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -149,6 +153,7 @@ class DoubledForSequenceClassification(DistilBertForSequenceClassification):
         return output
 
 
+@pytest.mark.slow
 def test_a_model_whose_own_loss_is_another_is_refused(tmp_path: Path) -> None:
     model = DoubledForSequenceClassification(classifier().config)
     refused(tmp_path, UnsupportedModelError, "as its loss of one example", model, at_once=False)

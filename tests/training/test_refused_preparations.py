@@ -124,12 +124,14 @@ def test_failure_49_what_a_trainer_behind_the_mixin_mixes(tmp_path: Path, base: 
     refused(tmp_path, ConfigurationError, words, at_once=False, kind=kind, parts={"train_dataset": OF_ONE_WIDTH})
 
 
+@pytest.mark.slow
 def test_random_choices_for_each_row_are_welcome(tmp_path: Path) -> None:
     run = make(tmp_path, None, private(), EachByItself, {"train_dataset": OF_ONE_WIDTH}, max_steps=1)
     run.train()
     assert run.ledger.steps == 1
 
 
+@pytest.mark.slow
 def test_what_changes_nothing_trains_the_same_padded_on_the_left_too(tmp_path: Path) -> None:
     collate = functools.partial(pad_for_language, side="left")
     ends = []

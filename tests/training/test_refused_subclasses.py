@@ -133,6 +133,7 @@ class Others(Trainer):
         (Others, "no logical batch of the training loader", 0),
     ],
 )
+@pytest.mark.slow
 def test_failure_54_each_draw_is_for_one_step(tmp_path: Path, base: Any, words: str, steps: int) -> None:
     run = make(tmp_path, kind=type("Private", (DPTrainerMixin, base), {}), max_steps=12)
     with pytest.raises(ConfigurationError, match=words):

@@ -39,6 +39,7 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
     assert report.caveats
 
 
+@pytest.mark.slow
 def test_epsilon_is_that_of_the_event_one_would_compose_by_hand(tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=private(target_delta=1e-3))
     trainer.train()
@@ -76,6 +77,7 @@ class WithBar(TrainerCallback):
 
 
 @pytest.mark.parametrize("interrupted_at", [None, 3])
+@pytest.mark.slow
 def test_the_bar_names_the_step_of_its_epsilon_and_ends_with_all_that_was_spent(
     interrupted_at: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ def test_the_bar_names_the_step_of_its_epsilon_and_ends_with_all_that_was_spent(
     assert bar.shown[-1] == f"{spent} after step {interrupted_at or STEPS}"
 
 
+@pytest.mark.slow
 def test_the_bar_says_nothing_of_epsilon_where_a_checkpoint_is_refused(tmp_path: Path) -> None:
     """It said 0, after the checkpoint's step."""
     trained(tmp_path, save_strategy="steps", save_steps=STEPS)
@@ -99,6 +102,7 @@ def test_the_bar_says_nothing_of_epsilon_where_a_checkpoint_is_refused(tmp_path:
     assert bar.shown == []
 
 
+@pytest.mark.slow
 def test_epsilon_and_noise_are_logged_and_shown_in_the_progress_bar(tmp_path: Path) -> None:
     bar = WithBar()
     trainer = trained(tmp_path, parts={"callbacks": [bar]}, logging_steps=1)
@@ -111,6 +115,7 @@ def test_epsilon_and_noise_are_logged_and_shown_in_the_progress_bar(tmp_path: Pa
     assert "clipped_fraction" not in trainer.state.log_history[-1], "the last window has no examples left to count"
 
 
+@pytest.mark.slow
 def test_withheld_logs_leave_no_function_of_the_data_behind(tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
 

@@ -31,13 +31,14 @@ WIDTHS = sorted({len(row["input_ids"]) for row in rows(60)})
     "widths",
     [
         WIDTHS[:1],
-        pytest.param(WIDTHS[:2], marks=pytest.mark.slow),
-        pytest.param(WIDTHS[-1:], marks=pytest.mark.slow),
+        WIDTHS[:2],
+        WIDTHS[-1:],
         WIDTHS[:1] + WIDTHS[-1:],
-        pytest.param(WIDTHS[1:-1], marks=pytest.mark.slow),
+        WIDTHS[1:-1],
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_padding_that_leaks_is_seen(tmp_path: Path, widths: list[int]) -> None:
     trainer: DPTrainer = make(
         tmp_path, parts={"train_dataset": silent(set(widths)), "data_collator": unmasked}, max_steps=1
@@ -47,7 +48,8 @@ def test_a_padding_that_leaks_is_seen(tmp_path: Path, widths: list[int]) -> None
     assert not trainer.ledger.entries
 
 
-@pytest.mark.parametrize("said", [float("nan"), pytest.param(0.7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("said", [float("nan"), 0.7])
+@pytest.mark.slow
 def test_it_is_seen_where_rows_without_a_gradient_have_a_loss(tmp_path: Path, said: float) -> None:
     class Saying(DPTrainer):
         def compute_per_example_loss(self, model: Any, inputs: Any) -> Tensor:
@@ -60,7 +62,8 @@ def test_it_is_seen_where_rows_without_a_gradient_have_a_loss(tmp_path: Path, sa
         trainer.train()
 
 
-@pytest.mark.parametrize("widths", [pytest.param(WIDTHS[:1], marks=pytest.mark.slow), WIDTHS[1:-1]], ids=str)
+@pytest.mark.parametrize("widths", [WIDTHS[:1], WIDTHS[1:-1]], ids=str)
+@pytest.mark.slow
 def test_one_that_does_not_is_none(tmp_path: Path, widths: list[int]) -> None:
     trainer: DPTrainer = make(tmp_path, parts={"train_dataset": silent(set(widths))}, max_steps=1)
     trainer.train()

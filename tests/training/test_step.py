@@ -254,6 +254,7 @@ def test_failure_21_the_ledger_is_as_long_as_the_training(tmp_path: Path) -> Non
         assert trainer.ledger.steps == out.global_step == trainer.privacy_report().steps == expected
 
 
+@pytest.mark.slow
 def test_dropout_trains_and_its_masks_are_not_those_of_the_public_seed(tmp_path: Path) -> None:
     def run(seed: int | None) -> dict[str, Tensor]:
         with pytest.warns(UserWarning, match="not private"):
@@ -280,7 +281,8 @@ class Randomness(TrainerCallback):
 
 
 @pytest.mark.checked_anew
-@pytest.mark.parametrize("kind", [list, pytest.param(datasets.Dataset.from_list, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list])
+@pytest.mark.slow
 def test_the_checks_before_the_first_step_draw_nothing_from_the_seed(tmp_path: Path, kind: Any) -> None:
     def drawn(token: int) -> int:
         return int(token + torch.randint(2, ()) + random.randrange(2) + np.random.randint(2)) % 30
@@ -297,6 +299,7 @@ def test_the_checks_before_the_first_step_draw_nothing_from_the_seed(tmp_path: P
     assert before.state == after.state
 
 
+@pytest.mark.slow
 def test_frozen_modules_that_are_compiled_are_so_in_the_steps_alone(tmp_path: Path) -> None:
     """torch compiles few variants of a module: those that checks need are not among them."""
     torch.compiler.reset()

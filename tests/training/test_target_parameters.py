@@ -39,12 +39,14 @@ def data() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.slow
 def test_they_are_exact(name: str) -> None:
     batches = functools.partial(zoo.text_batch, "causal_lm")
     assert judge(functools.partial(model_of, name), batches, shapes=((7, 7),)).startswith("exact ")
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.slow
 def test_they_are_trained(tmp_path: Path, name: str) -> None:
     model = model_of(name)
     before = parameters(model)
@@ -55,6 +57,7 @@ def test_they_are_trained(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(after[name], before[name]) != p.requires_grad for name, p in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_they_are_trained_in_a_loop_that_evaluates_between_steps() -> None:
     model = model_of("llama")
     run = a_run(model, private(), dataset=data(), collate=pad_for_language, steps=3)
@@ -68,6 +71,7 @@ def test_they_are_trained_in_a_loop_that_evaluates_between_steps() -> None:
     assert run.global_step == 3
 
 
+@pytest.mark.slow
 def test_a_loop_that_writes_into_them_is_refused() -> None:
     model = model_of("llama")
     run = a_run(model, private(), dataset=data(), collate=pad_for_language, steps=3)

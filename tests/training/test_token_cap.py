@@ -40,6 +40,7 @@ def trained(path: Path, tokens: int | None, resume: bool = False, **changes: Any
     return trainer
 
 
+@pytest.mark.slow
 def test_a_cap_changes_memory_and_nothing_that_is_promised(tmp_path: Path) -> None:
     plain, capped = (trained(tmp_path / str(tokens), tokens) for tokens in (None, CAP))
     assert 0 < distance(parameters(plain.model), parameters(capped.model)) < ROUNDING
@@ -62,6 +63,7 @@ def test_no_micro_batch_is_above_the_cap_but_those_of_one_row(tmp_path: Path) ->
     assert {count for count, _ in shapes} == {1, 2, 3, MICRO}
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_under_another_cap(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", None)
     trained(tmp_path / "parts", None, max_steps=STEPS, save_strategy="steps", save_steps=2)
@@ -70,6 +72,7 @@ def test_a_training_goes_on_under_another_cap(tmp_path: Path) -> None:
     assert whole.ledger.to_dict() == resumed.ledger.to_dict()
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_cuts_alike(tmp_path: Path) -> None:
     trainer, model = trained(tmp_path, CAP), classifier()
     run = PrivateRun(
@@ -84,6 +87,7 @@ def test_a_loop_of_ones_own_cuts_alike(tmp_path: Path) -> None:
     assert same(parameters(model), parameters(trainer.model))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_refused_before_anything_is_spent(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="max_tokens_per_micro_batch=0"):
         make(tmp_path, parts={"max_tokens_per_micro_batch": 0})

@@ -45,6 +45,7 @@ from tests.zoo import tiny
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 
+@pytest.mark.slow
 def test_text_from_a_csv_is_fine_tuned_within_the_budget(tmp_path: Path) -> None:
     topics = (("refund money card", 0), ("parcel lost delivery", 1))
     with open(tmp_path / "messages.csv", "w", newline="") as file:
@@ -118,6 +119,7 @@ def test_evaluation_works_without_training_data_or_a_trainable_parameter(tmp_pat
         trainer.train()
 
 
+@pytest.mark.slow
 def test_the_same_model_object_generates_afterwards_and_nothing_is_left_on_it(tmp_path: Path) -> None:
     model = tiny("gpt2", "causal_lm", torch.float32, n_layer=1)
     before, names = dict(model.named_parameters()), set(vars(model))
@@ -166,7 +168,7 @@ def without_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 
 @pytest.mark.checked_anew
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_failure_19_checkpointing_changes_nothing(
     tmp_path: Path, reentrant: bool, without_checkpoints: dict[str, torch.Tensor]
 ) -> None:
@@ -177,6 +179,7 @@ def test_failure_19_checkpointing_changes_nothing(
 
 @pytest.mark.checked_anew
 @pytest.mark.skipif(CHECKPOINTING is None, reason="this Transformers knows gradient_checkpointing only")
+@pytest.mark.slow
 def test_failure_19_checkpointing_under_its_newer_name(tmp_path: Path) -> None:
     results = []
     for changes in ({}, {"activation_checkpointing": True}):
@@ -186,6 +189,7 @@ def test_failure_19_checkpointing_under_its_newer_name(tmp_path: Path) -> None:
     assert distance(*results) < 1e-5
 
 
+@pytest.mark.slow
 def test_worker_processes_load_the_same_batches(tmp_path: Path) -> None:
     results = []
     for workers in (0, 2):
@@ -200,6 +204,7 @@ def test_worker_processes_load_the_same_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["sequence", "causal_lm"])
+@pytest.mark.slow
 def test_label_smoothing_is_that_of_trainer_on_each_example(tmp_path: Path, head: str) -> None:
     model = tiny("gpt2", head, torch.float64, n_layer=1)
     collate = pad if head == "sequence" else pad_for_language
@@ -223,12 +228,14 @@ class Masking(DPTrainer):
         return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
 
 
+@pytest.mark.slow
 def test_a_loss_that_draws_numbers_for_each_example_in_every_mode(tmp_path: Path) -> None:
     trainer = make(tmp_path, kind=Masking, parts={"eval_dataset": rows(8)}, eval_strategy="epoch")
     trainer.train()
     assert trainer.ledger.steps == STEPS
 
 
+@pytest.mark.slow
 def test_optimizer_and_scheduler_of_ones_own(tmp_path: Path) -> None:
     model = classifier()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -238,6 +245,7 @@ def test_optimizer_and_scheduler_of_ones_own(tmp_path: Path) -> None:
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
+@pytest.mark.slow
 def test_a_model_from_model_init_istrained(tmp_path: Path) -> None:
     trainer = make(tmp_path, parts={"model_init": lambda: classifier()})
     start = parameters(trainer.model)

@@ -85,6 +85,7 @@ def test_a_training_that_was_broken_off_is_told_how_to_go_on(tmp_path: Path) -> 
     assert "save() of a PrivateRun" in no.value.fix
 
 
+@pytest.mark.slow
 def test_training_again_with_more_kinds_of_steps_than_are_verified_is_refused(
     tmp_path: Path,
 ) -> None:
@@ -152,6 +153,7 @@ def loop_before(path: Path, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("baseline", [trained_before, loop_before])
+@pytest.mark.slow
 def test_failure_82_a_baseline_before_on_the_same_model_object_is_warned_of(
     baseline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,6 +198,7 @@ def test_a_step_outside_train_is_refused(tmp_path: Path) -> None:
     assert trainer.ledger.steps == 0
 
 
+@pytest.mark.slow
 def test_a_training_that_is_refused_changes_nothing_in_the_report_of_the_one_before(tmp_path):
     trainer = make(tmp_path, privacy=private(noise_multiplier=None, target_epsilon=3.0))
     trainer.train()
@@ -234,6 +237,7 @@ def test_another_trainers_steps_are_not_left_out_of_the_report(tmp_path: Path) -
     assert same(before, parameters(model))
 
 
+@pytest.mark.slow
 def test_frozen_weights_that_were_trained_count_and_an_adapter_beside_them_does_not(tmp_path: Path) -> None:
     model = classifier()
     trained(tmp_path, model=model)
@@ -248,6 +252,7 @@ def test_frozen_weights_that_were_trained_count_and_an_adapter_beside_them_does_
     assert trained(tmp_path, model=other).ledger.steps == STEPS
 
 
+@pytest.mark.slow
 def test_an_adapter_that_was_merged_into_frozen_weights_counts(tmp_path: Path) -> None:
     base = classifier()
     one = get_peft_model(base, LoraConfig(target_modules=["q_lin"]))
@@ -260,6 +265,7 @@ def test_an_adapter_that_was_merged_into_frozen_weights_counts(tmp_path: Path) -
     make(tmp_path, two, private(other_people=True), max_steps=1).train()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_took_no_step_leaves_the_model_to_another(tmp_path: Path) -> None:
     model = classifier()
     first = make(tmp_path, model)
@@ -270,6 +276,7 @@ def test_a_trainer_that_took_no_step_leaves_the_model_to_another(tmp_path: Path)
 
 
 @pytest.mark.parametrize("where", [(Run, "step"), (OutputBias, "begin")])
+@pytest.mark.slow
 def test_what_was_released_before_any_step_is_not_left_out_either(tmp_path: Path, where: tuple[type, str]) -> None:
     """Also where the beginning itself was cut off, with the release in the weights."""
     # Of fewer numbers copies are not known.
@@ -311,6 +318,7 @@ class Interrupting(TrainerCallback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_another_trainer_resumes_from_the_first_ones_checkpoint(tmp_path: Path) -> None:
     model = classifier()
     trained(tmp_path, model=model, save_strategy="steps", save_steps=2, max_steps=STEPS)
@@ -320,6 +328,7 @@ def test_another_trainer_resumes_from_the_first_ones_checkpoint(tmp_path: Path) 
     assert again.ledger.steps == STEPS
 
 
+@pytest.mark.slow
 def test_weights_that_an_adapters_checkpoint_does_not_bring_back_are_not_left_out(tmp_path: Path) -> None:
     model = classifier()
     adapter = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_lin"]))

@@ -42,7 +42,6 @@ ANSWERS: dict[str, Any] = {
     "cut off": (conversations(), {"max_length": 12}),
     "smoothed": (conversations(), {"label_smoothing_factor": 0.2}),
 }
-USUAL = {("answers only", True), ("completions only", False), ("smoothed", False)}
 
 
 def gradients_of_single_examples(trainer: Any, chosen: list[int]) -> Iterator[dict[str, Tensor]]:
@@ -58,7 +57,13 @@ def gradients_of_single_examples(trainer: Any, chosen: list[int]) -> Iterator[di
 @pytest.mark.parametrize(
     ("data", "options", "peft"),
     [
-        pytest.param(data, options, peft, marks=[] if (what, peft) in USUAL else pytest.mark.slow, id=f"{what} {peft}")
+        pytest.param(
+            data,
+            options,
+            peft,
+            marks=[pytest.mark.slow] * ((what, peft) != ("answers only", True)),
+            id=f"{what} {peft}",
+        )
         for what, (data, options) in ANSWERS.items()
         for peft in (False, True)
     ],
@@ -88,6 +93,7 @@ def test_the_clipped_sum_is_that_of_single_examples_under_trls_own_loss(
         torch.testing.assert_close((before[name] - after[name]) * EXPECTED, total, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_examples_loss_is_a_mean_over_its_own_answers_only(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in trainer.train_dataset]
@@ -106,6 +112,7 @@ def test_labels_are_the_assistants_words_and_the_end_of_each_answer(tmp_path: Pa
         assert trainer.processing_class.decode(kept) == " ".join(answers)
 
 
+@pytest.mark.slow
 def test_defaults_a_checkpoint_and_its_resumption(tmp_path: Path) -> None:
     """bf16 and gradient checkpointing are SFTConfig's defaults."""
     options = {"bf16": None, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_dataset": completions(6)}
@@ -125,6 +132,7 @@ def test_defaults_a_checkpoint_and_its_resumption(tmp_path: Path) -> None:
 OF_BATCHES = {"entropy", "mean_token_accuracy", "num_tokens"}
 
 
+@pytest.mark.slow
 def test_trls_metrics_of_training_batches_are_not_logged(tmp_path: Path) -> None:
     found = {}
     for kind in (trl.SFTTrainer, DPSFTTrainer):
@@ -139,6 +147,7 @@ def test_trls_metrics_of_training_batches_are_not_logged(tmp_path: Path) -> None
     assert all("eval_entropy" in entry and "eval_num_tokens" not in entry for entry in evaluated)
 
 
+@pytest.mark.slow
 def test_nor_are_they_where_somebody_calls_compute_loss(tmp_path: Path) -> None:
     class Curious(DPSFTTrainer):
         def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:

@@ -97,6 +97,7 @@ def test_a_loss_of_the_routers_of_a_whole_batch(tmp_path: Path) -> None:
     make(tmp_path, model=experts(), router_aux_loss_coef=0.0)
 
 
+@pytest.mark.slow
 def test_a_subclass_with_another_loss_says_so_example_by_example(tmp_path: Path) -> None:
     class Doubled(trl.SFTTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

@@ -88,14 +88,15 @@ def oracle(model: nn.Module, data: Rows, collate: Any, expected: int) -> list[di
 @pytest.mark.parametrize(
     ("kind", "micro", "tokens"),
     [
-        pytest.param("classifier", MICRO, None, marks=pytest.mark.slow),
+        ("classifier", MICRO, None),
         ("classifier", 7, 12),  # Most users with two rows or more do not fit.
-        pytest.param("tied, checkpointed", 7, None, marks=pytest.mark.slow),
+        ("tied, checkpointed", 7, None),
         ("tied, checkpointed", 2, None),  # Nor do those with three.
-        pytest.param("LoRA", MICRO, None, marks=pytest.mark.slow),
-        pytest.param("LoRA", 1, None, marks=pytest.mark.slow),
+        ("LoRA", MICRO, None),
+        ("LoRA", 1, None),
     ],
 )
+@pytest.mark.slow
 def test_it_is_the_training_of_a_loop_over_users(tmp_path: Path, kind: str, micro: int, tokens: int | None) -> None:
     model, collate = classifier(torch.float64), pad
     if kind != "classifier":
@@ -122,6 +123,7 @@ def test_it_is_the_training_of_a_loop_over_users(tmp_path: Path, kind: str, micr
     assert distance(truth[0], truth[-1]) > 1e-3
 
 
+@pytest.mark.slow
 def test_users_with_one_row_each_are_examples(tmp_path: Path) -> None:
     found = {}
     for name, privacy, data in (("users", by_user(), owned(list(range(48)))), ("rows", private(), rows())):
@@ -157,6 +159,7 @@ def test_one_user_moves_a_step_by_at_most_c(tmp_path: Path) -> None:
         assert 0.1 * NORM < far <= bound * NORM * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_said_counts_users(tmp_path: Path) -> None:
     data = owned()
     trainer = make(tmp_path, privacy=by_user(), parts={"train_dataset": data}, logging_steps=1)
@@ -191,6 +194,7 @@ def keep_all(examples: Rows) -> dict[str, Any]:
     return {**pad(examples), **{name: [row[name] for row in examples] for name in others}}
 
 
+@pytest.mark.slow
 def test_no_model_sees_whose_a_row_is(tmp_path: Path) -> None:
     """Also where all columns are kept, and the collator would hand them on."""
     parts = {"train_dataset": Dataset.from_list(owned()), "data_collator": keep_all}
@@ -199,6 +203,7 @@ def test_no_model_sees_whose_a_row_is(tmp_path: Path) -> None:
     assert trainer.names == {"input_ids", "attention_mask", "labels"}
 
 
+@pytest.mark.slow
 def test_an_own_loop_trains_as_trainer_does(tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=by_user(), parts={"train_dataset": owned()})
     trainer.train()
@@ -300,6 +305,7 @@ def test_a_batch_that_no_longer_says_whose_its_rows_are_is_no_batch_of_examples(
 
 
 @pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
+@pytest.mark.slow
 def test_a_cap_counts_users(tmp_path: Path) -> None:
     trainer = make(tmp_path, privacy=by_user(max_batch_size=9), parts={"train_dataset": owned()})
     trainer.train()

@@ -51,12 +51,13 @@ def trained(path: Path, users: int, privacy: PrivacyConfig, **changes: Any) -> t
     ("way", "own"),
     [
         (BY_UNITS, OWN),
-        pytest.param(BY_UNITS, GIVEN, marks=pytest.mark.slow),
-        pytest.param(APART, OWN, marks=pytest.mark.slow),
+        (BY_UNITS, GIVEN),
+        (APART, OWN),
         (APART, GIVEN),
     ],
     ids=["units, probability", "units, size", "examples, probability", "examples, size"],
 )
+@pytest.mark.slow
 def test_of_two_datasets_that_differ_by_one_user_nothing_differs_but_the_sums(
     tmp_path: Path, way: dict[str, Any], own: dict[str, Any]
 ) -> None:
@@ -121,6 +122,7 @@ def test_batches_far_off_are_told_in_what_is_drawn(
     assert f"of the {of} in a step" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_single_user_needs_two_different_rows(tmp_path: Path) -> None:
     config = private(**BY_UNITS, sampling_probability=0.5, target_delta=0.4)
     for n, refused in ((1, True), (3, False)):
@@ -152,6 +154,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, trainer
 
 
+@pytest.mark.slow
 def test_the_record_says_so_and_verifies(saved: tuple[Path, Any]) -> None:
     path, trainer = saved
     report, ledger = trainer.privacy_report(), trainer.ledger
@@ -191,6 +194,7 @@ def test_the_record_says_so_and_verifies(saved: tuple[Path, Any]) -> None:
     ],
     ids=["public", "other unit", "fewer rows"],
 )
+@pytest.mark.slow
 def test_a_forged_record_fails(saved: tuple[Path, Any], tmp_path: Path, changes: list[Any]) -> None:
     forged = Path(shutil.copytree(saved[0], tmp_path / "forged"))
     for change in changes:

@@ -36,6 +36,7 @@ def apart(**changes: Any) -> PrivacyConfig:
 
 
 @pytest.mark.parametrize("owners", [OWNERS, SHARED], ids=["of one", "of several"])
+@pytest.mark.slow
 def test_it_is_the_training_by_examples_on_the_rows_that_are_chosen(tmp_path: Path, owners: list[Any]) -> None:
     units = UnitRows(owners, "user", MOST, several=True)
     chosen = units.chosen()
@@ -83,6 +84,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_is_published_is_verified_and_says_whom_it_protects(saved: Path) -> None:
     found = verify(saved)
     assert found.private, [check for check in found.checks if not check.passed]
@@ -119,6 +121,7 @@ def one_row_less(values: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["sampling", "fewer rows", "no rows", "other rows", "whose is not said"],
 )
+@pytest.mark.slow
 def test_a_forged_record_fails(saved: Path, tmp_path: Path, changes: list[Any]) -> None:
     forged = Path(shutil.copytree(saved, tmp_path / "forged"))
     for change in changes:
@@ -127,6 +130,7 @@ def test_a_forged_record_fails(saved: Path, tmp_path: Path, changes: list[Any]) 
     assert failed(forged)
 
 
+@pytest.mark.slow
 def test_it_resumes_under_the_same_promise_alone(saved: Path, tmp_path: Path) -> None:
     here = Path(shutil.copytree(saved, tmp_path / "out"))
     promise = {"noise_multiplier": None, "target_epsilon": 8.0, "seed": None}

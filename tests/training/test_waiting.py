@@ -206,6 +206,7 @@ RECORDED: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, torch.dty
 
 
 @pytest.mark.parametrize("kind", RECORDED)
+@pytest.mark.slow
 def test_what_a_recording_asks_of_the_device_beside_an_ordinary_pass(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,11 +79,13 @@ def lower_bound(names: int = 1, **promise: Any) -> float:
     return math.log(max(least - DELTA, 1e-9) / most)
 
 
+@pytest.mark.slow
 def test_noise_for_examples_does_not_hide_a_user() -> None:
     assert lower_bound() > EPSILON
 
 
-@pytest.mark.parametrize("way", ["units", pytest.param("examples", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["units", "examples"])
+@pytest.mark.slow
 def test_both_ways_for_users_do_unless_one_goes_by_several_names(way: str) -> None:
     promise = {"unit": "user", "unit_sampling": way}
     assert lower_bound(**promise, max_examples_per_unit=ROWS) < EPSILON

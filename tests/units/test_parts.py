@@ -81,6 +81,7 @@ def test_the_choice_of_rows_counts_units(tmp_path: Path, monkeypatch: pytest.Mon
     assert counts.max() < len(set(OWNERS))
 
 
+@pytest.mark.slow
 def test_the_counts_and_sums_of_a_step_are_the_same_for_units_in_pieces(tmp_path: Path) -> None:
     """DP-AdaFEST, with noise: the same rows survive, and move alike."""
     found = []

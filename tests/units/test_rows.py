@@ -30,6 +30,7 @@ def test_each_row_has_one_unit_and_a_step_uses_at_most_so_many(owners: list[int]
         assert len(drawn) == units.count(unit) == min(most, len(own))
 
 
+@pytest.mark.slow
 def test_of_many_rows_each_subset_is_as_likely_whatever_other_units_have() -> None:
     units = UnitRows(["a"] * 4 + ["b"], "user", 2)
     more = UnitRows(["a"] * 4 + ["b"] * 9, "user", 2)
@@ -90,6 +91,7 @@ def test_what_checkpoints_rest_on_is_as_it_was() -> None:
     assert (units.chosen(), units.described[:16]) == ([1, 2, 4], "67cc4320ba6b72b9")
 
 
+@pytest.mark.slow
 def test_where_n_is_secret_no_choice_depends_on_where_rows_lie_and_so_on_others() -> None:
     """Shuffled by a public seed, everybody's rows lie elsewhere with one user less."""
     data = [{"user": f"u{i // 4}", "id": i} for i in range(24)]

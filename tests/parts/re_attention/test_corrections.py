@@ -22,6 +22,7 @@ from tests.training.workbench import EXPECTED, make, parameters, private, rows, 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 
+@pytest.mark.slow
 def test_paper_errors_are_sigma_over_what_touches_a_parameter(tmp_path: Path) -> None:
     attention = ReAttentionConfig(token_frequencies="public", public_frequencies=str(tmp_path / "shares.json"))
     shares = torch.linspace(0, 1, VOCABULARY)
@@ -60,6 +61,7 @@ def test_paper_errors_far_above_what_a_step_puts_in_are_warned_of(
         assert "1e+03 times the noise" in caplog.text
 
 
+@pytest.mark.slow
 def test_paper_errors_that_scale_brings_down_are_not_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -68,6 +70,7 @@ def test_paper_errors_that_scale_brings_down_are_not_warned_of(
 
 
 @pytest.mark.parametrize(("error", "limit", "steps"), [("paper", 1e-3, 1), ("accumulated", 1e-12, 2)])
+@pytest.mark.slow
 def test_corrections_that_rounding_would_spoil_are_refused_after_the_step_that_shows_them(
     tmp_path: Path, monkeypatch: Any, error: Any, limit: float, steps: int
 ) -> None:
@@ -84,8 +87,9 @@ def test_corrections_that_rounding_would_spoil_are_refused_after_the_step_that_s
 
 @pytest.mark.parametrize(
     ("event", "logging_steps"),
-    [("on_step_begin", 1), pytest.param("on_step_begin", 1000, marks=pytest.mark.slow), ("on_save", 1)],
+    [("on_step_begin", 1), ("on_step_begin", 1000), ("on_save", 1)],
 )
+@pytest.mark.slow
 def test_the_guard_on_corrections_sees_each_example_of_each_pass_and_no_log(
     tmp_path: Path, monkeypatch: Any, event: str, logging_steps: int
 ) -> None:

@@ -99,10 +99,11 @@ def drawn(model: Any, errors: dict[str, Tensor], draws: int) -> Iterator[None]:
     ("family", "deviation"),
     [
         ("gpt2", 1e-3),
-        pytest.param("gemma2", 1e-4, marks=pytest.mark.slow),
-        *(pytest.param("llama", deviation, marks=pytest.mark.slow) for deviation in (1e-3, 1e-4)),
+        ("gemma2", 1e-4),
+        *(("llama", deviation) for deviation in (1e-3, 1e-4)),
     ],
 )
+@pytest.mark.slow
 def test_tracked_variances_agree_with_drawn_ones(family: str, deviation: float) -> None:
     layers = tracked_and_drawn(family, "per_feature", deviation)
     ratios = [float(tracked.sum() / drawn.sum()) for tracked, drawn in layers]
@@ -153,6 +154,7 @@ class Known:
         return nullcontext()
 
 
+@pytest.mark.slow
 def test_the_correction_brings_noisy_attention_closer_to_the_noise_free() -> None:
     """KL of the mean attention over draws, to that without noise, halves at least on long-tailed tokens."""
     torch.manual_seed(0)

@@ -50,6 +50,7 @@ def counted(model: Any, collate: Any, monkeypatch: Any, path: Path) -> torch.Ten
     return sums[0]
 
 
+@pytest.mark.slow
 def test_a_decoder_reads_its_start_token_in_each_example(tmp_path: Path, monkeypatch: Any) -> None:
     def answers(examples: Any) -> dict[str, torch.Tensor]:
         return {
@@ -65,10 +66,11 @@ def test_a_decoder_reads_its_start_token_in_each_example(tmp_path: Path, monkeyp
     ("head", "label"),
     [
         ("sequence", 1),
-        pytest.param("multi_label", [0.0, 1.0, 1.0], marks=pytest.mark.slow),
-        pytest.param("regression", 0.5, marks=pytest.mark.slow),
+        ("multi_label", [0.0, 1.0, 1.0]),
+        ("regression", 0.5),
     ],
 )
+@pytest.mark.slow
 def test_what_an_encoder_decoder_tells_classes_apart_by_are_no_tokens(
     tmp_path: Path, monkeypatch: Any, head: str, label: Any
 ) -> None:
@@ -90,6 +92,7 @@ def masked(examples: Any) -> dict[str, torch.Tensor]:
     return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 1)}
 
 
+@pytest.mark.slow
 def test_random_masks_are_secret_in_the_release(tmp_path: Path, monkeypatch: Any) -> None:
     """Under a public seed one example more would shift the masks of all others."""
     sums = []
@@ -105,6 +108,7 @@ def test_random_masks_are_secret_in_the_release(tmp_path: Path, monkeypatch: Any
 
 
 @pytest.mark.checked_anew
+@pytest.mark.slow
 def test_a_failed_check_spends_nothing_and_leaves_plain_attention(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = budgeted(tmp_path)
     check = Engine.check

@@ -23,6 +23,7 @@ from tests.zoo import tiny
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 
+@pytest.mark.slow
 def test_the_release_is_paid_for_from_the_same_budget(tmp_path: Path) -> None:
     plain = make(tmp_path / "a", privacy=private(noise_multiplier=None, target_epsilon=3.0))
     plain.train()
@@ -47,6 +48,7 @@ def test_the_release_is_paid_for_from_the_same_budget(tmp_path: Path) -> None:
     assert alone.epsilon(report.delta) == pytest.approx(0.2 * 3.0, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_what_it_corrects_is_logged_and_saved_and_comes_back(tmp_path: Path) -> None:
     trainer = budgeted(tmp_path, model=classifier(n_layers=2), save_strategy="steps", save_steps=2, logging_steps=2)
     trainer.train()
@@ -206,6 +208,7 @@ def test_a_model_without_tokens_or_without_the_interface_is_refused_before_a_ste
     assert trainer.ledger.steps == 0
 
 
+@pytest.mark.slow
 def test_without_noise_it_is_plain_attention(tmp_path: Path) -> None:
     attention = ReAttentionConfig(token_frequencies="uniform")
     results = []

@@ -90,6 +90,7 @@ def test_survivors_have_the_distribution_of_one_normal_for_each_row(way: Way, ch
 @WAYS
 @pytest.mark.parametrize("factor", [2 / 3, 3 / 2])
 @pytest.mark.parametrize("check", [number_p, touched_p])
+@pytest.mark.slow
 def test_negative_control_wrong_noise_is_rejected(way: Way, factor: float, check: Callable[..., float]):
     assert check(way(DEVIATION * factor)) < REJECTED
 
@@ -102,6 +103,7 @@ def test_negative_control_a_fixed_number_and_a_crowd_are_rejected():
     assert place_p(fixed) < REJECTED
 
 
+@pytest.mark.slow
 def test_the_number_of_false_positives_does_not_follow_the_touched_rows():
     """Noise on counts and gaps between false positives come from independent streams."""
     steps = by_skipping(DEVIATION)
@@ -118,6 +120,7 @@ def first_place_p(scale: float, claimed: float) -> float:
     return float(stats.chisquare(np.bincount(winners, minlength=4), 2_000 * weights / weights.sum()).pvalue)
 
 
+@pytest.mark.slow
 def test_the_top_k_is_an_exponential_mechanism():
     assert first_place_p(1.5, 1.5) > REJECTED
     assert first_place_p(1.0, 1.5) < REJECTED

@@ -39,9 +39,8 @@ class WatchedClicks(Watched, Clicks):
     """Both."""
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param({"threshold": 2.0}, marks=pytest.mark.slow), {"method": "fest", "kept_rows": 30}]
-)
+@pytest.mark.parametrize("method", [{"threshold": 2.0}, {"method": "fest", "kept_rows": 30}])
+@pytest.mark.slow
 def test_several_tables_share_one_choice(tmp_path: Path, method: dict[str, Any]) -> None:
     parts = {"train_dataset": clicks(), "data_collator": stack}
     trainer = sparse(
@@ -80,6 +79,7 @@ def test_bags_of_embeddings_are_looked_up_in_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("embedding", ["word_embeddings"])
+@pytest.mark.slow
 def test_lora_on_everything_else_and_a_sparse_embedding(tmp_path: Path, embedding: str) -> None:
     lora = LoraConfig(r=2, target_modules=["q_lin"], modules_to_save=[embedding, "classifier"], task_type="SEQ_CLS")
     model = get_peft_model(classifier(), lora)
@@ -103,6 +103,7 @@ def test_lora_around_the_same_table_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_tied_output_embedding_is_refused_and_an_untied_one_trains(tmp_path: Path) -> None:
     parts = {"data_collator": pad_for_language}
     with pytest.raises(UnsupportedModelError, match="also used by linear") as refused:
@@ -115,6 +116,7 @@ def test_a_tied_output_embedding_is_refused_and_an_untied_one_trains(tmp_path: P
 
 
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"bf16": True}])
+@pytest.mark.slow
 def test_checkpointing_and_bf16(tmp_path: Path, changes: dict[str, Any]) -> None:
     model = tiny("llama", "causal_lm", torch.float32, num_hidden_layers=1)
     trainer = sparse(tmp_path, model, kind=Watched, parts={"data_collator": pad_for_language}, **changes)
@@ -134,6 +136,7 @@ def test_weight_decay_and_momentum_on_rows_are_refused_before_anything_is_spent(
         assert not trainer.ledger.entries
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own_is_completed_by_a_lazy_one(tmp_path: Path) -> None:
     model = classifier()
     others = [p for name, p in model.named_parameters() if name != WORDS]
@@ -155,6 +158,7 @@ def test_an_optimizer_of_ones_own_is_completed_by_a_lazy_one(tmp_path: Path) -> 
     assert len(steps.points) == STEPS + 1
 
 
+@pytest.mark.slow
 def test_withheld_logs_hold_nothing_that_is_not_released(tmp_path: Path) -> None:
     trainer = sparse(tmp_path, privacy={"withhold_non_private_logs": True}, logging_steps=1)
     trainer.train()
@@ -163,6 +167,7 @@ def test_withheld_logs_hold_nothing_that_is_not_released(tmp_path: Path) -> None
     assert "sparse_embeddings/false_positives" not in names
 
 
+@pytest.mark.slow
 def test_too_many_rows_to_keep_and_names_of_no_table_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="kept_rows=37"):
         sparse(tmp_path, sparse={**FEST, "kept_rows": VOCABULARY}).train()
@@ -177,6 +182,7 @@ def test_frozen_embeddings_are_refused(tmp_path: Path) -> None:
         sparse(tmp_path, model).train()
 
 
+@pytest.mark.slow
 def test_the_promise_of_a_run_without_noise_on_rows_is_infinite(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="not private"):
         promise = PrivacyConfig(noise_multiplier=0, seed=1, sparse_embeddings=SparseEmbeddingConfig(threshold=2.0))

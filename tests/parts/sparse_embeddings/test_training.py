@@ -43,10 +43,11 @@ pytestmark = pytest.mark.usefixtures("checked_once")
     "settings",
     [
         {"threshold": 2.0},
-        pytest.param(FEST, marks=pytest.mark.slow),
+        FEST,
         {"method": "adafest+", "kept_rows": 9, "threshold": 2.0},
     ],
 )
+@pytest.mark.slow
 def test_rows_without_a_gradient_do_not_move_and_the_budget_is_kept(tmp_path: Path, settings: dict[str, Any]) -> None:
     trainer = sparse(tmp_path, sparse=settings, kind=Watched, logging_steps=1, optim="adamw_torch")
     before = parameters(trainer.model)
@@ -74,6 +75,7 @@ def test_rows_without_a_gradient_do_not_move_and_the_budget_is_kept(tmp_path: Pa
     assert trainer.sparse[WORDS] == survived[-1]
 
 
+@pytest.mark.slow
 def test_adafest_without_a_threshold_that_matters_is_dp_sgd(tmp_path: Path) -> None:
     """Everything survives where tau is tiny and nothing is noisy: the same weights as with dense gradients."""
     config = SparseEmbeddingConfig(threshold=1e-9, optimizer="sgd")
@@ -87,6 +89,7 @@ def test_adafest_without_a_threshold_that_matters_is_dp_sgd(tmp_path: Path) -> N
     assert distance(*(parameters(trainer.model) for trainer in trainers)) < 1e-6
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_matter(tmp_path: Path) -> None:
     found = []
     for micro in (1, 4, 8):
@@ -102,6 +105,7 @@ def test_micro_batches_do_not_matter(tmp_path: Path) -> None:
     assert distance(found[0], found[2]) < 1e-5
 
 
+@pytest.mark.slow
 def test_empty_batches_are_steps_in_which_rows_survive_by_chance(tmp_path: Path) -> None:
     data = rows(200)
     trainer = make(
@@ -126,12 +130,13 @@ def test_empty_batches_are_steps_in_which_rows_survive_by_chance(tmp_path: Path)
     [
         ({"threshold": 2.0}, "row_wise_adam"),
         ({**FEST, "renew_every": 1, "method": "adafest+"}, "sparse_adam"),
-        pytest.param({"threshold": 2.0}, "sparse_adam", marks=pytest.mark.slow),
-        pytest.param(FEST, "row_wise_adam", marks=pytest.mark.slow),
-        pytest.param(FEST, "sparse_adam", marks=pytest.mark.slow),
-        pytest.param({**FEST, "renew_every": 1, "method": "adafest+"}, "row_wise_adam", marks=pytest.mark.slow),
+        ({"threshold": 2.0}, "sparse_adam"),
+        (FEST, "row_wise_adam"),
+        (FEST, "sparse_adam"),
+        ({**FEST, "renew_every": 1, "method": "adafest+"}, "row_wise_adam"),
     ],
 )
+@pytest.mark.slow
 def test_resumed_it_is_the_same_run(tmp_path: Path, settings: dict[str, Any], optimizer: str) -> None:
     options = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "lr_scheduler_type": "linear"}
     whole = sparse(tmp_path, sparse={**settings, "optimizer": optimizer}, **options)
@@ -187,6 +192,7 @@ def test_a_choice_that_was_made_is_not_made_again(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_renewal_that_was_made_before_a_failure_is_charged_once_and_kept(tmp_path: Path) -> None:
     settings = {**FEST, "renew_every": 2}
     trainer = sparse(tmp_path, sparse=settings, save_strategy="steps", save_steps=2)
@@ -201,7 +207,8 @@ def test_a_renewal_that_was_made_before_a_failure_is_charged_once_and_kept(tmp_p
     assert trainer.privacy_report().epsilon <= 3.0
 
 
-@pytest.mark.parametrize("settings", [{"threshold": 2.0}, pytest.param(FEST, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("settings", [{"threshold": 2.0}, FEST])
+@pytest.mark.slow
 def test_nothing_as_large_as_the_table_is_made(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Neither in the check before the first step, nor in a step, nor in the optimizer."""
     parts = {"train_dataset": clicks(), "data_collator": stack}
@@ -241,6 +248,7 @@ def test_public_rows_cost_nothing(tmp_path: Path) -> None:
             sparse(tmp_path / "c", sparse=settings).train()
 
 
+@pytest.mark.slow
 def test_fest_chooses_the_frequent_rows_of_much_data(tmp_path: Path) -> None:
     data = [{"input_ids": [3 + i % 4, 7 + i % 29], "labels": i % 3} for i in range(400)]
     trainer = sparse(

@@ -160,6 +160,7 @@ def into_a_buffer(m: Any, x: Tensor) -> Tensor:
         python_numbers_row_by_row, drawn_in_vain,
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_random_numbers_of_each_example_are_accepted(function: Any) -> None:
     model = in_training(function)
     before = (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
@@ -369,6 +370,7 @@ COUNTING = [
 
 @pytest.mark.parametrize("weights", COUNTING, ids=str)
 @pytest.mark.parametrize("function", [late_coin, late_noise_of_a_neighbour])
+@pytest.mark.slow
 def test_failure_28_it_is_found_where_most_examples_add_nothing(function: Any, weights: tuple[float, ...]) -> None:
     for loss in (weighted, weighted_beside_a_constant):
         with pytest.raises(PreflightError, match="moves several examples|random numbers of its neighbours"):
@@ -376,6 +378,7 @@ def test_failure_28_it_is_found_where_most_examples_add_nothing(function: Any, w
 
 
 @pytest.mark.parametrize("weights", COUNTING, ids=str)
+@pytest.mark.slow
 def test_numbers_of_each_example_are_accepted_where_most_add_nothing(weights: tuple[float, ...]) -> None:
     for function in (late_number_row_by_row, per_row):
         preflight(in_training(function), weighted, few_that_count(*weights))

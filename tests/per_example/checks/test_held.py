@@ -269,6 +269,7 @@ def test_what_is_held_is_put_back_as_the_same_objects() -> None:
         assert not file.closed, "what was opened stays open"
 
 
+@pytest.mark.slow
 def test_large_things_are_not_copied() -> None:
     class Data:
         def __init__(self) -> None:

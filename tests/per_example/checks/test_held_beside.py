@@ -62,6 +62,7 @@ class Kept(DPTrainer):
         return losses / kept["largest"]
 
 
+@pytest.mark.slow
 def test_failure_74_a_trainer_that_keeps_the_largest_loss_in_a_dict(tmp_path: Path) -> None:
     refused(tmp_path, UnsupportedModelError, "kept.* keeps something of the examples", at_once=False, kind=Kept)
 
@@ -76,12 +77,14 @@ class Noting(DPTrainer):
         return losses
 
 
+@pytest.mark.slow
 def test_a_trainer_that_notes_losses_is_welcome(tmp_path: Path) -> None:
     run = make(tmp_path, classifier(), private(), max_steps=3, kind=Noting)
     run.train()
     assert run.ledger.steps == 3
 
 
+@pytest.mark.slow
 def test_failure_74_a_rare_row_in_a_training(tmp_path: Path) -> None:
     model: Any = classifier()
     embeddings, rare = model.get_input_embeddings(), torch.tensor(rows()[29]["input_ids"][:2])

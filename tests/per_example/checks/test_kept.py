@@ -198,6 +198,7 @@ def test_failure_43_a_trainer_that_remembers_losses(tmp_path: Path) -> None:
     refused(tmp_path, UnsupportedModelError, words, at_once=False, kind=Weighted)
 
 
+@pytest.mark.slow
 def test_failure_45_a_rare_row_in_a_training(tmp_path: Path) -> None:
     model: Any = classifier()
     embeddings, rare = model.get_input_embeddings(), torch.tensor(rows()[29]["input_ids"][:2])

@@ -360,6 +360,7 @@ def test_a_configuration_that_remembers_is_refused(tmp_path: Path, what: str) ->
     assert model.config.seen in (0, [])
 
 
+@pytest.mark.slow
 def test_failure_42_what_one_row_that_no_check_saw_writes_into_a_saved_buffer_is_refused(tmp_path: Path) -> None:
     model: Any = classifier()
     model.register_buffer("widest", torch.tensor(10.0))

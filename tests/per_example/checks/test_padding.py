@@ -87,6 +87,7 @@ def test_failure_16_padding_on_the_right_is_harmless(name: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt_neox", "bloom"])
+@pytest.mark.slow
 def test_padding_on_the_left_is_harmless_where_positions_follow_from_the_mask(name: str) -> None:
     def first_token_unpredicted(rows: list[list[int]]) -> dict[str, Tensor]:
         batch = collator("left")(rows)
@@ -109,6 +110,7 @@ def test_padding_on_the_left_is_harmless_where_positions_follow_from_the_mask(na
         (lambda: speech("group"), [80, 150], sounds),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_failure_30_a_long_row_that_changes_its_neighbours(model: Any, texts: Any, collate: Any) -> None:
     trained = model()
     before = {name: p.detach().clone() for name, p in trained.named_parameters()}
@@ -131,13 +133,13 @@ def test_failure_30_a_long_row_that_changes_its_neighbours(model: Any, texts: An
         (lambda: adapted("LoRA over a bf16 base", torch.float32), TEXTS, collator()),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_one_width_for_all_or_padding_without_influence_is_accepted(model: Any, texts: Any, collate: Any) -> None:
     check_padding(model(), per_example_losses, texts, collate)
 
 
-@pytest.mark.parametrize(
-    "always", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in training", "in eval mode too"]
-)
+@pytest.mark.parametrize("always", [False, True], ids=["in training", "in eval mode too"])
+@pytest.mark.slow
 def test_dropout_and_noise_of_the_model_are_no_leak(always: bool) -> None:
     class Noisy(nn.Module):
         def __init__(self, inner: Any) -> None:
@@ -165,6 +167,7 @@ def test_dropout_and_noise_of_the_model_are_no_leak(always: bool) -> None:
         held("gpt2", collator("left"))
 
 
+@pytest.mark.slow
 def test_a_leak_in_training_mode_alone_is_one_where_attention_could_draw_numbers_and_does_not() -> None:
     def losses(model: Any, batch: Any) -> Tensor:
         embedded = model.get_input_embeddings()(batch["input_ids"])
@@ -178,6 +181,7 @@ def test_a_leak_in_training_mode_alone_is_one_where_attention_could_draw_numbers
         check_padding(model, losses, TEXTS, collator())
 
 
+@pytest.mark.slow
 def test_a_loss_divided_by_the_tokens_of_the_batch_is_not_called_a_matter_of_padding() -> None:
     def losses(model: Any, batch: Any) -> Tensor:
         tokens = batch["attention_mask"].sum(1)
@@ -210,6 +214,7 @@ def test_rounding_in_float32_is_no_leak(leak: float) -> None:
     ("dtype", "times", "autocast"),
     [(torch.float32, 2, False), (torch.bfloat16, 1, False), (torch.float32, 1, True), (torch.float32, 0.5, True)],
 )
+@pytest.mark.slow
 def test_failure_30_what_is_not_finite_beside_a_longer_row_is_no_rounding(
     dtype: torch.dtype, times: float, autocast: bool
 ) -> None:
@@ -252,6 +257,7 @@ def test_what_is_masked_at_random_in_16_bits_is_held_against_the_same_draw() -> 
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.slow
 def test_checkpoints_with_dropout_in_16_bits(use_reentrant: bool) -> None:
     """What is left out in the forward pass is not to come when it is computed again."""
     model: Any = with_dropout(tiny("llama", "causal_lm", torch.bfloat16))
@@ -261,6 +267,7 @@ def test_checkpoints_with_dropout_in_16_bits(use_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_checkpoints_of_torch_with_dropout(dtype: torch.dtype) -> None:
     """As accelerate wraps layers in, under FSDP2."""
     model: Any = with_dropout(tiny("gpt2", "causal_lm", dtype))
@@ -281,7 +288,8 @@ def test_a_model_that_cannot_compute_in_float64_is_told_what_leaks_in_float32() 
         check_padding(tiny("gpt2", "causal_lm", torch.float32), losses, TEXTS, collator("left"))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_a_coin_that_falls_alike_twice_is_random_all_the_same(seed: int) -> None:
     """Two losses of one example under stochastic depth of 0.1 are the same more often than not."""
 
@@ -296,6 +304,7 @@ def test_a_coin_that_falls_alike_twice_is_random_all_the_same(seed: int) -> None
     check_padding(model, losses, TEXTS, collator())
 
 
+@pytest.mark.slow
 def test_autocast_in_the_loss_function_hides_nothing_and_refuses_nothing() -> None:
     def losses(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -306,6 +315,7 @@ def test_autocast_in_the_loss_function_hides_nothing_and_refuses_nothing() -> No
         check_padding(tiny("gpt2", "causal_lm", torch.float32), losses, TEXTS, collator("left"))
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_computed_again_under_autocast() -> None:
     def losses(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -317,6 +327,7 @@ def test_checkpoints_that_are_computed_again_under_autocast() -> None:
     assert model.is_gradient_checkpointing
 
 
+@pytest.mark.slow
 def test_a_collator_that_masks_at_random() -> None:
     def masked(side: str) -> Collate:
         def collate(rows: list[list[int]]) -> dict[str, Tensor]:
@@ -333,6 +344,7 @@ def test_a_collator_that_masks_at_random() -> None:
         check_padding(tiny("bert", "masked_lm", torch.float32), per_example_losses, texts, masked("left"))
 
 
+@pytest.mark.slow
 def test_the_last_token_that_is_no_padding_is_what_is_classified() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **{**CONFIGS["llama"][1], "num_labels": 3})

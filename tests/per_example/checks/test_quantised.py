@@ -101,6 +101,7 @@ def test_a_frozen_layer_that_cuts_the_gradient_off_is_refused(is_cut: bool) -> N
         preflight(model, per_example_losses, zoo.text_batch("causal_lm", 3, 7, torch.float32))
 
 
+@pytest.mark.slow
 def test_a_reentrant_checkpoint_that_begins_with_an_adapter_cuts_nothing_off() -> None:
     """It computes without gradients first, from an input that needs one."""
     model: Any = zoo.adapted("LoRA, bias='lora_only'")

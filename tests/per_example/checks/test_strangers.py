@@ -119,6 +119,7 @@ def test_what_each_example_decides_by_itself_is_not_refused() -> None:
     held(model(), own, batch())
 
 
+@pytest.mark.slow
 def test_numbers_that_are_drawn_in_eval_mode_too_are_no_reason_to_refuse() -> None:
     def amid_noise(losses: Losses) -> Losses:
         def drawn(model: nn.Module, inputs: Any) -> Tensor:
@@ -132,6 +133,7 @@ def test_numbers_that_are_drawn_in_eval_mode_too_are_no_reason_to_refuse() -> No
         held(model(), amid_noise(lambda m, b: plain(m, b) * (2.0 if b["x"].abs().max() > 100 else 1.0)), batch())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_computed_is_no_reason_to_refuse() -> None:
     def strict(model: nn.Module, inputs: Any) -> Tensor:
         if not inputs["x"].abs().le(10).all():
@@ -158,10 +160,11 @@ def test_where_an_example_adds_nothing_the_next_one_tells() -> None:
     [
         ("gpt2", "causal_lm", torch.bfloat16), ("llama", "sequence", torch.bfloat16), ("bert", "multi_label", F32),
         ("mixtral, experts batched", "causal_lm", F32), ("t5", "seq2seq", F32), ("vit", "image", F32),
-        pytest.param("mamba", "causal_lm", F32, marks=pytest.mark.slow),
-        pytest.param("bert", "choice", F32, marks=pytest.mark.slow),
-        pytest.param("wav2vec2", "ctc", F32, marks=pytest.mark.slow),
+        ("mamba", "causal_lm", F32),
+        ("bert", "choice", F32),
+        ("wav2vec2", "ctc", F32),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_models_that_see_each_row_alone_pass(name: str, head: str, dtype: torch.dtype) -> None:
     held(tiny(name, head, dtype), per_example_losses, text_batch(head, 4, 7, dtype))

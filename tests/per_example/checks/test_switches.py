@@ -30,6 +30,7 @@ class StochasticDepth(nn.Module):
         return x * torch.empty(size, dtype=x.dtype).bernoulli_(0.8) / 0.8
 
 
+@pytest.mark.slow
 def test_failure_28_stochastic_depth_is_of_rows_or_refused_with_its_name() -> None:
     def model(mode: str) -> nn.Module:
         return Small(lambda m, x: x + m.depth(m.linear(x).cos()), linear=nn.Linear(4, 4), depth=StochasticDepth(mode))
@@ -57,6 +58,7 @@ def test_dropout_with_one_mask_for_all_is_switched_off(caplog: pytest.LogCapture
         ("wav2vec2", "ctc", {"layerdrop": 0.1, "apply_spec_augment": True, "mask_time_length": 2}),
     ],
 )
+@pytest.mark.slow
 def test_failure_28_layer_drop_and_spec_augment_are_switched_off(
     name: str, head: str, switches: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -83,10 +85,11 @@ def test_spec_augment_without_a_switch_is_switched_off_by_its_probabilities() ->
     [
         (1e-4, torch.float64),
         (1e-2, torch.float32),
-        pytest.param(1e-4, torch.float32, marks=pytest.mark.slow),
-        pytest.param(1e-2, torch.float64, marks=pytest.mark.slow),
+        (1e-4, torch.float32),
+        (1e-2, torch.float64),
     ],
 )
+@pytest.mark.slow
 def test_jitter_for_each_row_is_not_mixing(jitter: float, dtype: torch.dtype) -> None:
     model = tiny("mixtral, experts batched", "causal_lm", dtype, router_jitter_noise=jitter)
     preflight(model, per_example_losses, text_batch("causal_lm"))

@@ -53,6 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: nn.Module) -> tuple
 @pytest.mark.fuzzed
 @cases(15)
 @given(st.data())
+@pytest.mark.slow
 def test_what_is_gone_on_from_is_counted(
     trained: tuple[list[Path], list[list[Any]]], model: nn.Module, tmp_path_factory: pytest.TempPathFactory, data: Any
 ) -> None:

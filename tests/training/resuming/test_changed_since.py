@@ -45,6 +45,7 @@ def statistics(model: Any, path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [plain_body, merged_into_the_body, one_row, statistics])
+@pytest.mark.slow
 def test_failure_71_what_was_frozen_and_is_saved_is_as_it_was(
     tmp_path: Path, change: Callable[[Any, Path], None]
 ) -> None:
@@ -75,6 +76,7 @@ def test_failure_71_an_adapter_that_came_since_is_not_saved(tmp_path: Path, is_a
     assert not (tmp_path / "after").exists()
 
 
+@pytest.mark.slow
 def test_what_an_adapter_is_merged_into_is_not_saved_with_it(tmp_path: Path) -> None:
     model: Any = get_peft_model(classifier(), _LORA)
     run = make(tmp_path / "private", model, private(seed=None), max_steps=1)

@@ -74,6 +74,7 @@ def test_failure_33_killed_while_a_checkpoint_is_written_over_the_old_or_the_new
     assert all(torch.equal(one, two) for one, two in zip(again.model.parameters(), run.model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_killed_in_a_first_save_training_goes_on_from_the_checkpoint_before(
     checkpointed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_checkpoint_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> No
             assert "folder checkpoint-N that is there, or True" in caught.value.fix
 
 
+@pytest.mark.slow
 def test_what_trainer_does_with_checkpoints_stays(tmp_path: Path) -> None:
     """Rotation, the best one, callbacks that write into the new one, and checkpoints of the model alone."""
 
@@ -205,6 +207,7 @@ def with_the_best(path: Path, **changes: Any) -> Any:
     return make(path, parts=data, **{**values, **changes})
 
 
+@pytest.mark.slow
 def test_failure_33_in_the_old_place_of_the_best_checkpoint_lies_that_of_another_training(tmp_path: Path) -> None:
     here, moved = tmp_path / "here", tmp_path / "moved"
     first = with_the_best(here)
@@ -283,6 +286,7 @@ def test_a_renaming_that_was_broken_off_is_finished(checkpointed: Path, tmp_path
     assert digests(path) == digests(checkpointed)
 
 
+@pytest.mark.slow
 def test_of_two_trainings_in_turns_the_refusal_names_the_checkpoints_of_this_one(tmp_path: Path) -> None:
     path = tmp_path / "out"
     mine = trainer(path, seed=7)
@@ -303,6 +307,7 @@ def test_of_two_trainings_in_turns_the_refusal_names_the_checkpoints_of_this_one
     assert resumed.ledger.steps == STEPS
 
 
+@pytest.mark.slow
 def test_of_two_trainings_on_other_data_the_refusal_names_this_ones(tmp_path: Path) -> None:
     path = tmp_path / "out"
     trainer(path, seed=7).train()

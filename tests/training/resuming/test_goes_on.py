@@ -24,13 +24,14 @@ pytestmark = pytest.mark.usefixtures("checked_once")
     ("before", "now", "words"),
     [
         ({"seed": 7}, {"seed": None}, "with a seed that is known, or none"),
-        pytest.param({"seed": None}, {"seed": 7}, "with a seed that is known, or none", marks=pytest.mark.slow),
-        pytest.param({}, {"noise": "grid"}, "with another noise", marks=pytest.mark.slow),
+        ({"seed": None}, {"seed": 7}, "with a seed that is known, or none"),
+        ({}, {"noise": "grid"}, "with another noise"),
         ({"noise": "grid"}, {"noise": "chacha20"}, "with another noise"),
         ({"noise_multiplier": 1.0}, {"noise_multiplier": 2.0}, "with another noise multiplier"),
         ({}, {"withhold_non_private_logs": True}, "withhold_non_private_logs=True after 4 private steps"),
     ],
 )
+@pytest.mark.slow
 def test_failure_58_the_promise_is_not_exchanged_between_two_trainings(
     tmp_path: Path, before: dict[str, Any], now: dict[str, Any], words: str
 ) -> None:
@@ -45,6 +46,7 @@ def test_failure_58_the_promise_is_not_exchanged_between_two_trainings(
     assert run.ledger.steps == 2 * STEPS
 
 
+@pytest.mark.slow
 def test_failure_58_nor_before_the_first_step_where_something_was_released(tmp_path: Path) -> None:
     class Interrupting(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -63,6 +65,7 @@ def test_failure_58_nor_before_the_first_step_where_something_was_released(tmp_p
         run.train()
 
 
+@pytest.mark.slow
 def test_failure_58_nor_by_way_of_a_checkpoint_of_another_promise(tmp_path: Path) -> None:
     """Which of the two ledgers goes on is told by their numbers of steps."""
     for name, noise in (("one", 10.0), ("two", 0.3)):
@@ -101,6 +104,7 @@ def test_failure_58_nor_in_the_middle_of_a_training(tmp_path: Path) -> None:
     assert not any(entry.get("loss") or "clipped_fraction" in entry for entry in steps)
 
 
+@pytest.mark.slow
 def test_two_trainings_of_one_seed_do_not_take_each_others_place(tmp_path: Path) -> None:
     first, second = (trained(tmp_path / name, privacy=private(seed=7)) for name in ("one", "two"))
     first.train()
@@ -108,6 +112,7 @@ def test_two_trainings_of_one_seed_do_not_take_each_others_place(tmp_path: Path)
     assert first.ledger.steps == second.ledger.steps == 2 * STEPS
 
 
+@pytest.mark.slow
 def test_what_was_resumed_is_saved_before_its_first_step(tmp_path: Path) -> None:
     class Saving(TrainerCallback):
         at = 5

@@ -65,6 +65,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("case", SPOILT)
+@pytest.mark.slow
 def test_what_was_not_loaded_as_it_was_saved_is_refused(
     checkpointed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

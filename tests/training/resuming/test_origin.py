@@ -59,6 +59,7 @@ def plan(path: Path, privacy: PrivacyConfig | None = None) -> Plan:
     return found
 
 
+@pytest.mark.slow
 def test_of_a_checkpoint_only_the_trained_weights_were_asked_for(first: Path, tmp_path: Path) -> None:
     saved = object()
     refuse_unsaid_origin(read(first), Ledger(), saved, plan(tmp_path))

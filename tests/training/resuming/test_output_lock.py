@@ -64,6 +64,7 @@ def test_a_place_without_locks_is_warned_of(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.usefixtures("checked_once")
+@pytest.mark.slow
 def test_a_training_that_begins_anew_is_told_of_the_checkpoints_of_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

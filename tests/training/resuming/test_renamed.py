@@ -80,6 +80,7 @@ def test_what_has_no_files_of_its_own_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layer", ["full_attention", "a layer of its own"])
+@pytest.mark.slow
 def test_a_training_goes_on_with_them(tmp_path: Path, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where Trainer, which knows no kind of layer but the usual ones, cannot read the config."""
 
@@ -97,6 +98,7 @@ def test_a_training_goes_on_with_them(tmp_path: Path, layer: str, monkeypatch: p
     assert resumed.ledger == whole.ledger
 
 
+@pytest.mark.slow
 def test_the_best_of_them_is_read_at_the_end(tmp_path: Path) -> None:
     parts = {"train_dataset": images(), "eval_dataset": images(4), "data_collator": default_data_collator}
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e3}

@@ -88,6 +88,7 @@ def test_failure_21_with_a_seed_the_resumed_run_is_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize("changes", [{"restore_callback_states_from_checkpoint": True}, {"ignore_data_skip": True}])
+@pytest.mark.slow
 def test_options_of_resuming_keep_the_ledger_working(
     checkpointed: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -99,6 +100,7 @@ def test_options_of_resuming_keep_the_ledger_working(
     assert saved_ledger(state)["ledger"] == run.ledger.to_dict()
 
 
+@pytest.mark.slow
 def test_resuming_from_the_end_of_an_epoch(tmp_path: Path) -> None:
     def changes() -> dict[str, Any]:
         return {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch", "seed": 7}
@@ -120,6 +122,7 @@ def test_a_checkpoint_of_another_directory_is_continued_in_a_new_one(checkpointe
         trainer(tmp_path / "third", rows(seed=1), seed=7).train(str(path / f"checkpoint-{SAVED}"))
 
 
+@pytest.mark.slow
 def test_a_ledger_with_more_than_the_global_step_is_continued_as_it_is(tmp_path: Path) -> None:
     """As after a second training in one process, or a checkpoint between the charge and the optimizer's step."""
     run = trainer(tmp_path, seed=7)
@@ -137,6 +140,7 @@ def test_a_ledger_with_more_than_the_global_step_is_continued_as_it_is(tmp_path:
     assert (again.state.global_step, again.ledger.steps) == (STEPS, STEPS + 2)
 
 
+@pytest.mark.slow
 def test_resuming_a_second_training(tmp_path: Path) -> None:
     run = trainer(tmp_path, seed=7)
     run.train()
@@ -150,6 +154,7 @@ def test_resuming_a_second_training(tmp_path: Path) -> None:
     assert again.ledger.steps == STEPS + SAVED + 1
 
 
+@pytest.mark.slow
 def test_going_back_in_one_process_does_not_forget_what_was_spent(tmp_path: Path) -> None:
     run = trainer(tmp_path, target_epsilon=3.0)
     run.train()
@@ -159,7 +164,8 @@ def test_going_back_in_one_process_does_not_forget_what_was_spent(tmp_path: Path
     assert run.privacy_report().epsilon == spent
 
 
-@pytest.mark.parametrize(("target", "steps"), [(3.0, STEPS), pytest.param(None, 4, marks=pytest.mark.slow), (None, 6)])
+@pytest.mark.parametrize(("target", "steps"), [(3.0, STEPS), (None, 4), (None, 6)])
+@pytest.mark.slow
 def test_resumed_from_the_last_step_nothing_more_is_spent(tmp_path: Path, target: float | None, steps: int) -> None:
     """Also at the end of an epoch, which has 6 steps; the process died before it could save the model."""
     first = trainer(tmp_path, target_epsilon=target, max_steps=steps, save_steps=steps)
@@ -186,6 +192,7 @@ def test_a_model_made_anew_with_other_frozen_weights_is_resumed(tmp_path: Path) 
     assert resumed.ledger.steps == 2
 
 
+@pytest.mark.slow
 def test_the_rate_goes_on_as_it_was_and_another_schedule_is_taken(tmp_path: Path) -> None:
     """As with Trainer; the page on resuming says so."""
     saved = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "max_steps": 4}

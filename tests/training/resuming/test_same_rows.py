@@ -34,6 +34,7 @@ def of(**changes: Any) -> PrivacyConfig:
 
 
 @pytest.mark.parametrize("data", [Rows(), Dataset.from_list(rows(seed=3))])
+@pytest.mark.slow
 def test_failure_83_what_left_these_weights_drew_from_rows_of_this_data(data: Any, tmp_path: Path) -> None:
     first = make(tmp_path / "first", privacy=of(), parts={"train_dataset": data}, max_steps=1)
     first.train()
@@ -85,6 +86,7 @@ def test_failure_83_by_way_of_a_training_on_others(copied: Any, tmp_path: Path) 
         third.train()
 
 
+@pytest.mark.slow
 def test_a_training_that_goes_on_is_told_of_no_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = {"train_dataset": Dataset.from_list(rows(seed=7))}
     first = make(tmp_path, privacy=of(), parts=data, max_steps=2, save_strategy="steps", save_steps=1)
@@ -96,6 +98,7 @@ def test_a_training_that_goes_on_is_told_of_no_others(tmp_path: Path, caplog: py
     assert WORDS not in caplog.text
 
 
+@pytest.mark.slow
 def test_of_each_other_training_its_rows_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts, asked = Dataset.from_list(rows(96, seed=8)).train_test_split(0.5), []
     first = make(tmp_path / "first", privacy=of(), parts={"train_dataset": parts["train"]}, max_steps=1)
