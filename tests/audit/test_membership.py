@@ -101,14 +101,16 @@ def too_many(games: int) -> float:
     return float(stats.binom.isf(1e-4, games, 1 - CONFIDENCE))
 
 
-@pytest.mark.parametrize("games", [GAMES, pytest.param(20 * GAMES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("games", [GAMES, 20 * GAMES])
 @pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.slow
 def test_the_interval_of_an_auc_holds_it_as_often_as_it_says(name: str, games: int) -> None:
     draw, truth = KNOWN[name]
     span = lambda one, two: membership(one, two, confidence=CONFIDENCE).auc_interval  # noqa: E731
     assert misses(draw, truth, span, games) <= too_many(games)
 
 
+@pytest.mark.slow
 def test_an_interval_that_is_too_narrow_would_be_found_out() -> None:
     """The control: all pairs counted as if they were independent; and each side's own number, where members are few."""
 
@@ -123,6 +125,7 @@ def test_an_interval_that_is_too_narrow_would_be_found_out() -> None:
 
 
 @pytest.mark.parametrize("decimals", [9, 1])
+@pytest.mark.slow
 def test_rates_at_a_threshold_lie_in_their_intervals(decimals: int) -> None:
     """The threshold is chosen by the same others."""
     rng = np.random.default_rng(3)

@@ -81,6 +81,7 @@ def test_a_model_that_learnt_by_heart_is_exposed(learnt: Any) -> None:
     assert found.to_dict()["by_loss"]["at"]["0.001"] is None
 
 
+@pytest.mark.slow
 def test_a_model_that_saw_nothing_gives_nothing_away() -> None:
     """The control: whatever the seed, but for one in twenty."""
     reader, missed = Reader(MEMBERS, OTHERS, PLANTED), 0
@@ -111,6 +112,7 @@ def test_losses_are_those_of_each_text_alone_also_where_all_are_as_long() -> Non
             assert half.loss == pytest.approx(sum(own), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_completion_is_what_the_model_would_generate(learnt: Any) -> None:
     wrong = replace(PLANTED[0], secret="472")
     greedy = []

@@ -74,6 +74,7 @@ def test_honest_numbers_are_not_odd() -> None:
         assert min(one.p for one in seen) > 1e-5
 
 
+@pytest.mark.slow
 def test_p_values_of_honest_numbers_are_as_rare_as_they_say() -> None:
     """Of those whose law is normal, or nearly."""
     found = [[one.p for one in added(1.0 * (RNG.random((8, 400)) < 0.25))] for _ in range(200)]
@@ -82,6 +83,7 @@ def test_p_values_of_honest_numbers_are_as_rare_as_they_say() -> None:
     assert (rare > 0.005).all()
 
 
+@pytest.mark.slow
 def test_every_distance_has_the_same_law() -> None:
     """Half of the way round each pair is there twice."""
     for n in (60, 61):

@@ -146,6 +146,7 @@ def test_rows_that_are_alike_are_no_pieces() -> None:
 
 @pytest.mark.parametrize("own_loop", [False, True])
 @pytest.mark.parametrize("unit", [None, "text"])
+@pytest.mark.slow
 def test_failure_86_pieces_of_texts_are_warned_of_once_unless_there_are_units(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, own_loop: bool, unit: str | None
 ) -> None:

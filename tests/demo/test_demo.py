@@ -41,6 +41,7 @@ def messages() -> Messages:
     return generate(public=600, private=300, evaluation=100, canaries=10, seed=3)
 
 
+@pytest.mark.slow
 def test_a_model_that_knows_a_pin_is_seen_to(messages: Messages) -> None:
     tokenizer = train_tokenizer(messages.public)
     torch.manual_seed(0)

@@ -40,6 +40,7 @@ def test_what_was_said_of_capped_batches_then_is_no_claim_that_is_wrong_now(tmp_
     assert not verify(copy).consistent
 
 
+@pytest.mark.slow
 def test_negative_control_under_the_version_of_today_they_do_not_follow(tmp_path: Path) -> None:
     copy = Path(shutil.copytree(SAVED, tmp_path / "copy"))
     in_record("report", "versions", "hf_dp", to=library_versions()["hf_dp"])(copy)

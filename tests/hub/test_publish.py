@@ -241,6 +241,7 @@ def test_save_model_with_push_to_hub_pushes(hub: Hub, tmp_path: Path) -> None:
         assert verify(place).private, verify(place).checks
 
 
+@pytest.mark.slow
 def test_a_private_repository_needs_its_token(hub: Hub, trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trained.args.hub_private_repo = True
     trained.push_to_hub()
@@ -277,6 +278,7 @@ def test_a_push_that_fails_shows_nothing_loses_nothing_and_can_be_repeated(
     assert verify(NAME).private
 
 
+@pytest.mark.slow
 def test_a_repository_that_is_there_already_is_used(hub: Hub, trained: Any) -> None:
     trained.push_to_hub()
     commits = len(hub.repositories[NAME].commits)

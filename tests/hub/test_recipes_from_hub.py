@@ -225,6 +225,7 @@ def test_rows_by_name_and_of_a_directory(named, part, tmp_path):
     assert read_rows(f"{tmp_path}", split="train", columns=()) == rows
 
 
+@pytest.mark.slow
 def test_a_split_or_configuration_is_named_after_a_colon(named, part):
     read_rows = part("common.data").read_rows
     files = {f"{name}.csv": as_csv(questions(n)) for name, n in (("long", 9), ("short", 3))}
@@ -264,6 +265,7 @@ def test_data_that_cannot_be_read_is_refused(name, words, named, part):
 
 
 @pytest.mark.parametrize("failure", [500, 401, "drop", "nobody is there"])
+@pytest.mark.slow
 def test_a_hub_that_fails_is_said(failure, named, part):
     loading = part("common.hub_names")
     named.fail = lambda method, path: failure

@@ -72,6 +72,7 @@ def test_a_folder_of_its_own_and_a_link(saved: Path, tmp_path: Path) -> None:
     assert load_report(copy).target_epsilon == 5.0
 
 
+@pytest.mark.slow
 def test_an_earlier_model_goes_with_its_record(saved: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(saved, tmp_path / "out"))
     card = copy / "README.md"

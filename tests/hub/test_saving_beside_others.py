@@ -80,6 +80,7 @@ def test_what_a_callback_writes_at_a_save_is_not_the_models(tmp_path: Path) -> N
         assert (folder / "metrics.json").exists()
 
 
+@pytest.mark.slow
 def test_what_a_subclass_saves_is_the_models(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.train()

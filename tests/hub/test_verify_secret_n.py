@@ -83,6 +83,7 @@ def test_it_is_verified_and_told_without_n(secret: Path) -> None:
         ([in_record("ledger", "promise", "dataset_size", to=48)], "dataset_size: None claimed, 48 in the ledger's"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_changed_is_noticed(mine: Path, changes: list[Change], words: str) -> None:
     for change in changes:
         change(mine)
@@ -165,6 +166,7 @@ PLACES: list[Change] = [
         ([in_record("config", "dataset_size", to=None)], "follows from the config"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_changed_of_that_is_noticed(given: Path, tmp_path: Path, changes: list[Change], words: str) -> None:
     mine = Path(shutil.copytree(given, tmp_path / "mine"))
     for change in changes:

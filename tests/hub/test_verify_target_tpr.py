@@ -77,6 +77,7 @@ def test_it_goes_on_and_stops_where_the_budget_does(mine: Path) -> None:
         ([in_record("config", "target_tpr", to=0.4)], "target_tpr: 0.4 claimed, 0.3 in the ledger's promise"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_changed_is_noticed(mine: Path, changes: list[Change], words: str) -> None:
     for change in changes:
         change(mine)

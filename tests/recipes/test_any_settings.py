@@ -50,6 +50,7 @@ def parse(part: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.fuzzed
 @cases(20)
 @given(st.dictionaries(st.sampled_from([*NAMES, 1]), VALUES, max_size=3), st.data())
+@pytest.mark.slow
 def test_any_settings_are_read_or_refused(parse: Callable[[bytes], Any], given: dict[Any, Any], data: Any) -> None:
     text = yaml.safe_dump({**BASE, "output_dir": "out", **given}, allow_unicode=True).encode(errors="surrogatepass")
     text = data.draw(spoilt(text)) if data.draw(st.integers(0, 3)) == 0 else text

@@ -132,6 +132,7 @@ def test_a_budget_of_attacks_takes_the_place_of_the_epsilon_in_the_file(begun):
 
 
 @pytest.mark.parametrize("way", ["units", "examples"])
+@pytest.mark.slow
 def test_the_rate_of_a_head_follows_from_the_noise_of_units(begun, questions_directory, tmp_path, way):
     rows = list(csv.DictReader((questions_directory / "train.csv").open(encoding="utf-8")))
     texts = [{**row, "who": [i % 20] if i % 2 else [i % 20, i % 7]} for i, row in enumerate(rows[:60])]
@@ -168,6 +169,7 @@ def test_the_rate_of_a_head_follows_from_the_noise_of_units(begun, questions_dir
         ),
     ],
 )
+@pytest.mark.slow
 def test_what_contradicts_or_would_not_be_heeded_is_refused_by_name(recipe, flags, words, train):
     printed, out = train(recipe, *(part for name, value in flags.items() for part in (f"--{name}", str(value))), code=2)
     assert words in " ".join(printed.split())
@@ -175,6 +177,7 @@ def test_what_contradicts_or_would_not_be_heeded_is_refused_by_name(recipe, flag
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_list_of_the_recipe_wins_over_the_file(begun):
     trainer, plan = begun(
         "sequential_recommendation", arms="on", epsilons=1.25, seeds=3, target_delta=1e-9, accountant="rdp"

@@ -41,6 +41,7 @@ def tokenizer(causal_directory):
     return found
 
 
+@pytest.mark.slow
 def test_the_likeliest_way_through_the_labels_is_taken_row_by_row(
     recipe, part, arguments, tokenizer, causal_directory, tmp_path
 ):

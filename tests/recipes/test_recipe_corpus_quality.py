@@ -25,6 +25,7 @@ def accuracy(said: list[int], labels: list[int]) -> float:
     return sum(a == b for a, b in zip(said, labels, strict=True)) / len(labels)
 
 
+@pytest.mark.slow
 def test_a_corpus_like_the_test_texts_teaches_and_one_with_shuffled_labels_does_not(quality: Any) -> None:
     texts, labels = corpus(400, 1)
     test, wanted = corpus(200, 2)

@@ -71,6 +71,7 @@ def test_a_form_that_computes_something_else_is_refused(classifier, part, monkey
         parts.check_plain_form(classifier("bert"), NAMES, batch())
 
 
+@pytest.mark.slow
 def test_a_saved_one_is_taken_over_whole_and_says_where_it_was(classifier, part, tmp_path):
     parts, made, fresh = part("common.plain_classifier"), classifier("bert"), classifier("bert")
     with torch.no_grad():

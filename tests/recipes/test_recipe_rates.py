@@ -46,6 +46,7 @@ def test_the_bound_on_a_head_s_rate_follows_labels_and_temperature(labels, given
 
 
 @pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.slow
 def test_noise_alone_moves_weights_as_far_in_six_hundred_steps_as_in_sixty(bounded, part):
     moved = []
     for steps in (60, 600):

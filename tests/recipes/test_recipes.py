@@ -141,6 +141,7 @@ def test_refusals(recipe, flags, words, train):
     assert not list(out.rglob("privacy.json"))
 
 
+@pytest.mark.slow
 def test_what_is_refused_before_the_first_step_is_refused_before_anything_is_scored(train, monkeypatch):
     def refuse(*_):
         raise ConfigurationError("found.", why="reason.", fix="way.")

@@ -83,6 +83,7 @@ def test_a_corpus_is_shared_with_its_record_and_nothing_else(done: tuple[Result,
     assert "real" not in json.dumps(found["metrics"])
 
 
+@pytest.mark.slow
 def test_a_corpus_verifies_until_it_is_changed(done: tuple[Result, Path], tmp_path: Path) -> None:
     corpus = done[1] / "corpus"
     found = verify(corpus)

@@ -284,7 +284,8 @@ def test_a_real_model_learns_conversations_through_its_own_template(data, smollm
     assert found.exit_code == 0, found.output
 
 
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.slow
 def test_preferences_before_and_after(method, local, part, tmp_path, monkeypatch):
     pytest.importorskip("trl")
     preset = yaml.safe_load((ROOT / "recipes" / "preferences.yaml").read_text(encoding="utf-8"))

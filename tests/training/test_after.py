@@ -75,6 +75,7 @@ def by_hand(parts: list[tuple[float, float]], delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
+@pytest.mark.slow
 def test_epsilon_is_of_both_together(first: Path, second: Any) -> None:
     report, before = second.privacy_report(), load_report(first)
     assert report.delta == default_delta(ROWS) < default_delta(FEWER)  # of the larger data
@@ -241,6 +242,7 @@ def test_a_model_that_another_trainer_holds_says_on_whose_data(tmp_path: Path) -
         late.train()
 
 
+@pytest.mark.slow
 def test_a_seed_before_is_no_secret_after(tmp_path: Path) -> None:
     trained(tmp_path / "one", privacy=given(seed=3), max_steps=1).save_model()
     two = make(tmp_path / "two", privacy=given(after=tmp_path / "one"), max_steps=1)

@@ -126,6 +126,7 @@ def test_a_best_model_by_what_no_evaluation_gives(tmp_path: Path, caplog: pytest
     assert "eval_accuracy" in caplog.text
 
 
+@pytest.mark.slow
 def test_keys_that_are_left_out_are_left_out_here_too(tmp_path: Path) -> None:
     class Cached(DPTrainer):
         """Returns what Trainer cannot gather."""
@@ -144,6 +145,7 @@ class Stream(IterableDataset[Any]):
         return iter(OTHERS)
 
 
+@pytest.mark.slow
 def test_what_is_not_tried(tmp_path: Path) -> None:
     class Own(DPTrainer):
         times = 0

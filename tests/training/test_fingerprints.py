@@ -98,6 +98,7 @@ def test_a_transform_is_looked_behind() -> None:
     assert compare(one, fingerprint(data(1), KEY)) == (True, 0)
 
 
+@pytest.mark.slow
 def test_columns_that_could_not_be_compared_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def opaque(seed: int = 0) -> list[dict[str, Any]]:
         return [{**row, "noise": object()} for row in rows(seed=seed)]

@@ -57,6 +57,7 @@ def test_an_adapter_of_another_name_is_saved_and_verified(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("begin", "is_told"), [("eva", True), ("corda", True), ("gaussian", False), (True, False)])
+@pytest.mark.slow
 def test_adapters_that_begin_from_data_are_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, begin: Any, is_told: bool
 ) -> None:

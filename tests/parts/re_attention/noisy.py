@@ -48,4 +48,4 @@ def off_by(found: Any, truth: Any) -> float:
 
 # What is written once for each fidelity is tried on a few families; the others have the default.
 OF_EACH_FIDELITY = {"gemma2"}
-USUAL = OF_EACH_FIDELITY | {"gpt2", "bert", "modernbert", "vit", "t5"}
+USUAL = OF_EACH_FIDELITY | {"gpt2", "bert", "vit"}

@@ -17,6 +17,7 @@ from tests.parts.re_attention.noisy import noisy, off_by
 from tests.zoo import text_batch, tiny
 
 
+@pytest.mark.slow
 def test_lora_carries_noise_in_its_own_matrices_only() -> None:
     model = get_peft_model(tiny("llama", "causal_lm"), LoraConfig(r=2, target_modules="all-linear"))
     with torch.no_grad():

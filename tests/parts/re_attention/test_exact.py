@@ -93,6 +93,7 @@ def test_a_family_that_does_not_dispatch_is_refused(family: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.slow
 def test_gradient_checkpointing_attends_the_same_again(fidelity: str, reentrant: bool) -> None:
     model, data = tiny("llama", "causal_lm"), text_batch("causal_lm")
     noisy(model, fidelity)

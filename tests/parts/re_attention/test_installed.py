@@ -179,6 +179,7 @@ def test_the_correction_brings_noisy_attention_closer_to_the_noise_free() -> Non
 
 
 @pytest.mark.parametrize("is_normalised", [False, True])
+@pytest.mark.slow
 def test_noise_draws_attention_to_keys_of_any_length_and_not_to_normalised_ones(is_normalised: bool) -> None:
     """A normalised key with noise is one more normalised key; the correction then hides it."""
     torch.manual_seed(0)
@@ -215,6 +216,7 @@ def plan(target: float = 3.0, n: int = 1000, **own: Any) -> Plan:
     return Plan.make(config, sampler, 20, entropy, *asked(config, 20))
 
 
+@pytest.mark.slow
 def test_released_frequencies_are_noisy_shares_and_are_charged() -> None:
     made, ledger = plan(), Ledger()
     examples = [torch.tensor([[0, 0, 1, -100]]) for _ in range(1000)]
@@ -227,6 +229,7 @@ def test_released_frequencies_are_noisy_shares_and_are_charged() -> None:
     assert len(found.unique()) <= 4
 
 
+@pytest.mark.slow
 def test_where_n_is_secret_frequencies_do_not_follow_from_it() -> None:
     examples = [torch.tensor([[0, 0, 1, -100]]) for _ in range(900)]
     own: dict[str, Any] = {"sampling_probability": 0.05, "target_delta": 1e-6, "accountant": "rdp"}

@@ -95,6 +95,7 @@ def test_padding_of_what_is_encoded_changes_nothing_in_the_decoder(fidelity: str
     torch.testing.assert_close(padded, model(input_ids=ids, **said).logits, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_decoder_generates_from_what_its_encoder_said() -> None:
     model, data = tiny("t5", "seq2seq").eval(), text_batch("seq2seq")
     noisy(model)

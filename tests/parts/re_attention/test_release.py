@@ -123,6 +123,7 @@ def test_a_failed_check_spends_nothing_and_leaves_plain_attention(tmp_path: Path
     assert trainer.privacy_report().epsilon <= 3.0
 
 
+@pytest.mark.slow
 def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = budgeted(tmp_path)
     step = DPTrainer.training_step
@@ -140,8 +141,9 @@ def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     "change",
-    ["budget", "data", *(pytest.param(rare, marks=pytest.mark.slow) for rare in ("nothing released", "steps"))],
+    ["budget", "data", "nothing released", "steps"],
 )
+@pytest.mark.slow
 def test_a_release_under_another_budget_is_not_taken_over(tmp_path: Path, monkeypatch: Any, change: str) -> None:
     """What it cost is in the ledger, and noise would be calibrated as if it had cost something else."""
     trainer = budgeted(tmp_path)
@@ -167,6 +169,7 @@ def test_a_release_under_another_budget_is_not_taken_over(tmp_path: Path, monkey
     assert trainer.ledger.entries == spent
 
 
+@pytest.mark.slow
 def test_what_was_released_outlives_a_failed_check(tmp_path: Path, monkeypatch: Any) -> None:
     trainer = budgeted(tmp_path)
     for kind, name in ((DPTrainer, "training_step"), (Engine, "check")):
@@ -180,6 +183,7 @@ def test_what_was_released_outlives_a_failed_check(tmp_path: Path, monkeypatch: 
     assert trainer.privacy_report().epsilon <= 3.0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_release_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     options = {"save_strategy": "steps", "save_steps": 2}
     budgeted(tmp_path, **options).train()

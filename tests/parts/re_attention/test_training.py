@@ -128,6 +128,7 @@ def test_a_decoder_whose_noise_is_still_to_come_attends_to_a_longer_text(tmp_pat
     assert trainer.ledger.steps == 4
 
 
+@pytest.mark.slow
 def test_the_best_model_has_the_noise_of_its_step(tmp_path: Path) -> None:
     attention = ReAttentionConfig(error="accumulated", token_frequencies="uniform")
     accuracies = iter([0.1, 0.9, 0.5])  # the first of what is tried before the first step
@@ -165,6 +166,7 @@ def test_an_optimizer_whose_noise_is_not_known_is_refused(tmp_path: Path) -> Non
     assert not trainer.ledger.entries
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_noise_of_a_parameter_is_refused(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2}
     trainer = budgeted(tmp_path, **options)
@@ -177,6 +179,7 @@ def test_a_checkpoint_without_the_noise_of_a_parameter_is_refused(tmp_path: Path
         budgeted(tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+@pytest.mark.slow
 def test_nothing_is_released_where_no_embedding_is_trained(tmp_path: Path) -> None:
     model = get_peft_model(classifier(), LoraConfig(r=2, target_modules=["q_lin", "v_lin"]))
     trainer = budgeted(tmp_path, model=model)
@@ -185,6 +188,7 @@ def test_nothing_is_released_where_no_embedding_is_trained(tmp_path: Path) -> No
     assert trainer.privacy_report().releases == ()
 
 
+@pytest.mark.slow
 def test_without_it_a_model_that_had_it_trains_plainly(tmp_path: Path) -> None:
     trainer = budgeted(tmp_path)
     trainer.train()

@@ -101,6 +101,7 @@ def test_weights_alone_are_compared_too(tmp_path: Path, monkeypatch: pytest.Monk
         trainer(tmp_path, seed=7).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-{SAVED}")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_compared_is_said(
     checkpointed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -71,6 +71,7 @@ def test_of_a_checkpoint_only_the_trained_weights_were_asked_for(first: Path, tm
     refuse_unsaid_origin(lora(read(first)), Ledger(), saved, plan(tmp_path, given(after=first)))
 
 
+@pytest.mark.slow
 def test_another_training_of_the_same_promise_is_another(two: list[Any], tmp_path: Path) -> None:
     one, other = two
     after = plan(tmp_path, given(after=one.args.output_dir))

@@ -54,6 +54,7 @@ def test_failure_83_what_left_these_weights_drew_from_rows_of_this_data(data: An
         make(tmp_path / str(number), model, promise, parts={"train_dataset": rest}, max_steps=1).train()
 
 
+@pytest.mark.slow
 def test_several_trainings_on_the_same_rows_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     said, data = [], Dataset.from_list(rows(seed=4))
     for name, privacy, rest in (
