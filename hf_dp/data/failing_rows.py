@@ -21,6 +21,14 @@ _TOO_LITTLE = (
     "budget. Cut rows shorter (max_length), train fewer parameters (LoRA), or take an accelerator with more memory."
 )
 
+_IN_A_STEP = (
+    "hf_dp: the model or its loss failed in a private step. What was spent until then is in the ledger, and in the "
+    "checkpoints; train(resume_from_checkpoint=True) goes on from the last. The check before the first step looks at "
+    "all rows of a list and of a Dataset of datasets, of others at a few: if a row is wrong (an id beyond the "
+    "vocabulary, a label beyond num_labels, a text beyond the positions), take each one through collator and model to "
+    "find it, and correct it."
+)
+
 NUMBERS = (
     "leave out columns that are no numbers, or make numbers of them beforehand (of texts with the tokenizer, of names "
     "of labels)."
@@ -130,6 +138,19 @@ def failures_refused() -> Iterator[None]:
             or "if some rows have what others lack, such as a picture, give it to all, or train on rows of one kind; "
             "of a model in few bits quantise weights alone, not activations. Else the traceback says where.",
         ) from error
+
+
+@contextmanager
+def explained_in_a_step() -> Iterator[None]:
+    """What fails inside is told what became of the budget, and how to go on; it stays the error that it is."""
+    try:
+        yield
+    except (HfDpError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not of_the_backend(error):
+            error.add_note(_IN_A_STEP)
+        raise
 
 
 def _nothing_in(row: Any, dataset: Any) -> tuple[str, int | None] | None:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 import hf_dp.ranks as ranks
 from hf_dp.data.collate import LogicalBatchCollator, Randomness, Unit
 from hf_dp.errors import ConfigurationError
+from hf_dp.figures import row_in_words
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.sampler import BatchSampler
 from hf_dp.units.rows import UnitRows
@@ -173,4 +174,11 @@ class _OwnReads(Dataset[Any]):
         # Any format makes a column of what it reads at once: a type of its own, of numbers of which one is missing.
         if isinstance(layout, Mapping) and layout.get("type") is None and hasattr(self.dataset, "__getitems__"):
             return list(self.dataset.__getitems__(indices))
-        return [self.dataset[index] for index in indices]
+        return [self._row(index) for index in indices]
+
+    def _row(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            error.add_note(f"It came of {row_in_words(index)} of the training data, which has {len(self)} now.")
+            raise

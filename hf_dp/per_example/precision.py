@@ -201,8 +201,7 @@ class _NoFewerBits(TorchFunctionMode):
             and _place(args[0]) in self.widened
         ):
             args = (args[0].clone(), *args[1:])
-        # A parameter that is watched must be seen in the operation that it is used by.
-        if _CASTS.get(func) in self.fewer and type(args[0]) is Tensor:
+        if _CASTS.get(func) in self.fewer:
             func, args = Tensor.to, (args[0], self.dtype)
         if torch.dtype in map(type, (*args, *kwargs.values())):
             args, kwargs = [*map(self._enough, args)], {name: self._enough(value) for name, value in kwargs.items()}

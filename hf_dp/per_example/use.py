@@ -21,6 +21,8 @@ _REASONS = {
     "gradient_checkpointing_kwargs={'use_reentrant': False} this is exact)",
 }
 
+_IN_PLACE = "it changes in place what is computed from parameters alone (with inplace=False it is exact)"
+
 _ELEMENTWISE = (
     *("addcdiv", "addcmul", "atan2", "clamp", "clamp_max", "clamp_min", "clip", "div", "fmax", "fmin", "hypot", "lerp"),
     *("logaddexp", "logaddexp2", "masked_fill", "max", "maximum", "min", "minimum", "pow", "sub", "true_divide"),
@@ -114,8 +116,10 @@ def sorted_operands(
 ) -> Bound | UnsupportedModelError:
     """The operands of a use, sorted, or why they cannot be."""
     if rule is None:
-        reasons = (reason for part, reason in _REASONS.items() if part in name)
-        return refusal(parameters, f"operation {name}", next(reasons, "it has no rule for exact per-example gradients"))
+        reasons = [reason for part, reason in _REASONS.items() if part in name]
+        reasons += [_IN_PLACE] if _is_asked_to_write(name, args, kwargs) else []
+        reasons += ["it has no rule for exact per-example gradients"]
+        return refusal(parameters, f"operation {name}", reasons[0])
     try:
         bound = rule.bind(*args, **kwargs)
     except TypeError as error:
@@ -125,6 +129,12 @@ def sorted_operands(
         return error.with_traceback(None)
     reason = _entangled(bound)
     return bound if reason is None else refusal(parameters, f"operation {name}", reason)
+
+
+def _is_asked_to_write(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether it is called with `inplace=True`, the last argument of activations."""
+    is_last = "nn.functional" in name and "dropout" not in name and len(args) > 1 and args[-1] is True
+    return kwargs.get("inplace") is True or is_last
 
 
 def _entangled(bound: Bound) -> str | None:

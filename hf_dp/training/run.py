@@ -15,6 +15,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.accounting.earlier import charge
 from hf_dp.accounting.events import check_mechanisms
 from hf_dp.agreement import agree
+from hf_dp.data.failing_rows import explained_in_a_step
 from hf_dp.errors import ConfigurationError
 from hf_dp.parts.part import Logs, Part, Setting
 from hf_dp.parts.table import PARTS, parts_of
@@ -233,7 +234,7 @@ class Run:
                 part.before_step(self)
         by_rows = next((part.rows for part in self.parts.values() if part.rows is not None), None)
         # Closed where the step fails, whoever holds its traceback.
-        with closing(self.engine.micro_batches(item)) as batches:
+        with closing(self.engine.micro_batches(item)) as batches, explained_in_a_step():
             total = private_gradient(
                 *(self.model, self._restricted, batches, self.plan, self.ledger),
                 by_rows=by_rows, dummies=self.engine.dummies(item),

@@ -4,6 +4,7 @@ import json
 import math
 
 import dp_accounting as dp
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ def cost(noise, q, count, delta, accountant):
 
 @slow
 @given(noises, probabilities, steps, deltas, accountants)
+@pytest.mark.slow
 def test_epsilon_grows_with_steps_and_sampling_and_falls_with_noise_and_delta(noise, q, count, delta, accountant):
     here = cost(noise, q, count, delta, accountant)
     # The grid follows noise and sampling, and its rounding moves with it; steps and delta share one grid.
@@ -55,6 +57,7 @@ def test_sampling_only_helps(noise, q, count, delta):
 
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(st.floats(0.01, 50), st.floats(1e-2, 1), steps, deltas, accountants)
+@pytest.mark.slow
 def test_calibration_is_tight_and_never_over(target, q, count, delta, accountant):
     noise = calibrate_noise_multiplier(
         target_epsilon=target, target_delta=delta, sampling_probability=q, steps=count, accountant=accountant

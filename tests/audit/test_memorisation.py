@@ -165,6 +165,7 @@ def read_alone(model: Any, guesses: Guesses, text: str) -> float:
 
 
 @pytest.mark.parametrize("most", [1000, 300])
+@pytest.mark.slow
 def test_ranks_are_those_of_whole_texts_read_one_by_one(learnt: Any, most: int) -> None:
     guesses = Guesses.of(TOKENIZER, PLANTED[0], most)
     texts = [PLANTED[0].prefix + one for one in candidates("471", most)]

@@ -15,6 +15,7 @@ from hf_dp.planning.start import start
 from tests.cli.typed import BASE, TINY, invoke
 
 
+@pytest.mark.slow
 def test_json_plan_keeps_the_budget_under_both_accountants():
     result = invoke(*BASE, "--epochs", "10", "--epsilon", "8", "--json")
     assert result.exit_code == 0

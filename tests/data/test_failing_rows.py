@@ -14,7 +14,7 @@ from transformers import DataCollatorWithPadding, DistilBertForSequenceClassific
 
 import hf_dp.data.extremes as extremes
 import hf_dp.per_example.checks.state as state
-from hf_dp.data.failing_rows import failures_refused, refuse_rows_that_fail
+from hf_dp.data.failing_rows import explained_in_a_step, failures_refused, refuse_rows_that_fail
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from tests.data.test_telling_rows import ROWS, table
 from tests.training.refusing import refused
@@ -53,6 +53,22 @@ def test_an_error_of_the_model_is_refused_and_one_that_says_more_stays(error: Ex
     assert str(error) in str(caught.value)
     notes = getattr(caught.value, "__notes__", [])
     assert any("the longest among them" in note for note in notes) == (kind is torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (IndexError("out of range"), True),
+        (PreflightError("a", why="b", fix="c"), False),
+        (torch.OutOfMemoryError("no more"), False),
+        (RuntimeError("[gloo/transport] Connection closed by peer"), False),
+    ],
+)
+def test_in_a_step_an_error_stays_and_says_how_to_go_on(error: Exception, is_told: bool) -> None:
+    with pytest.raises(type(error)) as caught, explained_in_a_step():
+        raise error
+    assert caught.value is error
+    assert any("resume_from_checkpoint" in note for note in getattr(error, "__notes__", [])) == is_told
 
 
 @pytest.mark.parametrize("of", [list, table])

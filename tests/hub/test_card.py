@@ -41,6 +41,7 @@ def test_a_card_says_in_words_what_a_person_may_ask(copy: Path) -> None:
     assert f"| saved | {record.saved} (UTC) |" in section
 
 
+@pytest.mark.slow
 def test_the_day_is_the_records_and_no_other(copy: Path) -> None:
     in_card(r"\d{4}-\d\d-\d\d \(UTC\)", "1999-12-31 (UTC)")(copy)
     assert "card, text" in failed(copy)

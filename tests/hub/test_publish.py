@@ -319,6 +319,7 @@ def test_before_training_there_is_nothing_to_claim(hub: Hub, tmp_path: Path) -> 
     assert not hub.requests
 
 
+@pytest.mark.slow
 def test_saving_untrained_weights_over_a_private_model_takes_the_record_away(tmp_path: Path) -> None:
     trained = trainer(tmp_path / "out")
     trained.train()

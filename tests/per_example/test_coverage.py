@@ -24,8 +24,8 @@ SHARED = {
 }
 
 
-# Of one code with another of these, but for sizes, activations and what is tied, or dear; `test_every_case` has them
-# too.
+# Of one code with another of these, but for sizes, activations and what is tied, or seldom used;
+# `test_every_case` has them too.
 ALIKE = {
     *("mistral", "qwen2", "granite", "olmo2", "smollm3", "starcoder2", "granite_swa", "glm4", "nemotron"),  # llama
     *("gemma", "gemma3", "phi", "phi3", "stablelm"),  # gemma2, qwen3 and gpt_neox
@@ -48,7 +48,10 @@ ALIKE = {
     *("LoHa", "GraLoRA", "HRA", "BOFT", "RandLora", "UniLoRA"),  # LoKr, LoRA, OFT and VeRA
     # tests/per_example/test_exact.py has them.
     *("LoRA on Conv1D", "modules_to_save, untied head"),
-    *("FRoD", "VBLoRA", "C3A", "LoKr", "WaveFT", "p-tuning, LSTM"),  # each alike to none, and dear
+    # Each alike to none, but seldom used.
+    *("FRoD", "VBLoRA", "C3A", "LoKr", "WaveFT", "p-tuning, LSTM", "OFT", "FourierFT", "SHiRA", "RoAd", "VeRA"),
+    *("OFT, exact, one block for all", "prefix tuning, projected", "LN tuning", "longformer", "xlnet", "deberta-v2"),
+    *("swin", "videomae", "idefics3", "llama4", "mixtral, experts and router frozen"),
     # Settings of which each has one of the two models, or both: tests/per_example/test_exact.py has those of gpt2.
     *((name, "gpt2") for name in coverage.SETTING if name.startswith(("bf16", "gradient checkpointing"))),
     *((name, "llama with LoRA") for name in coverage.SETTING if not name.startswith("dropout")),

@@ -57,6 +57,7 @@ def test_other_numbers_of_images_are_refused_where_what_sees_them_is_trained() -
         certified(1, 2, 1)
 
 
+@pytest.mark.slow
 def test_failure_39_as_many_images_as_examples_are_not_taken_for_one_of_each() -> None:
     """After a check in which all examples had one, none and two look like that."""
     model, certificate = certified(1, 1, 1)

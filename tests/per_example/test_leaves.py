@@ -50,6 +50,7 @@ class MovesCentres(TrainerCallback):
         self.trainer.centres.grad = None
 
 
+@pytest.mark.slow
 def test_failure_46_centres_that_a_callback_moves(tmp_path: Path) -> None:
     class Its(Centres):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
-from hf_dp.per_example import preflight
+from hf_dp.per_example import preflight, record
 from hf_dp.per_example.precision import computed_in, noting_16_bits
 from tests.per_example.small import Small, batch, square
 from tests.zoo import adapted, text_batch, tiny
@@ -194,3 +194,14 @@ def test_autocast_around_a_pass_is_noted_and_none_around_others() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.zeros(1, 2))
     assert are_noted()
+
+
+@pytest.mark.parametrize("cast", [Tensor.bfloat16, Tensor.half, lambda w: w.to(torch.bfloat16)])
+def test_a_weight_that_a_model_casts_by_itself_is_exact(cast: Any) -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        lowered: Tensor = nn.functional.linear(cast(x), cast(model.linear.weight))
+        return lowered.float() * cast(model.scale).float()
+
+    model = Small(forward, linear=nn.Linear(4, 4), scale=nn.Parameter(torch.ones(4)))
+    data = {"x": batch(3, 5, 4)["x"].float()}
+    assert preflight(model, square, data).covers(record(model, square, data).uses)

@@ -112,6 +112,7 @@ def test_norm_and_sum_come_from_the_same_dropout_mask(checkpointing: bool | None
     assert torch.allclose(norms, found.squared_norms(), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_nothing_accumulates_over_recordings() -> None:
     import gc
 

@@ -51,6 +51,13 @@ def scripted(x: Tensor, w: Tensor) -> Tensor:
 HIDDEN: list[Tensor] = []
 _LINEAR = nn.Linear(4, 4)
 REFUSED: dict[str, tuple[Small, str]] = {
+    "an activation in place of what parameters alone give": (
+        Small(
+            lambda m, x: x + F.leaky_relu(m.linear(torch.ones(2, 4, dtype=x.dtype)), 0.1, True).sum(0),
+            linear=nn.Linear(4, 4),
+        ),
+        "inplace=False",
+    ),
     "time-major, folded": (
         Small(
             lambda m, x: m.linear(x.transpose(0, 1).flatten(0, 1)).view(x.shape[1], -1, 4).transpose(0, 1).cos(),

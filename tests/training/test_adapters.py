@@ -127,6 +127,7 @@ def test_in_16_bits_what_is_read_stays_in_16_bits(tmp_path: Path) -> None:
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_resumes_an_adapter_of_another_name(tmp_path: Path) -> None:
     whole = adapted("one")
     run, optimizer, scheduler = begun(whole, output_dir=tmp_path)

@@ -208,6 +208,7 @@ def test_what_would_follow_from_n_is_refused(tmp_path: Path) -> None:
         make(tmp_path, privacy=private(**{**OWN, "target_delta": 0.03}))
 
 
+@pytest.mark.slow
 def test_it_resumes_as_it_was_promised_and_no_other_way(tmp_path: Path) -> None:
     whole, _ = after(tmp_path / "whole", ROWS, private(**OWN))
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
@@ -226,6 +227,7 @@ def test_it_resumes_as_it_was_promised_and_no_other_way(tmp_path: Path) -> None:
         less.train(resume_from_checkpoint=checkpoint)
 
 
+@pytest.mark.slow
 def test_a_number_in_place_of_n_is_resumed_under_itself_alone(tmp_path: Path) -> None:
     whole, _ = after(tmp_path, ROWS, private(**GIVEN))
     assert (whole._plan.delta, len(whole._plan.sampler)) == (40**-1.1, 5)

@@ -87,6 +87,7 @@ def test_epsilon_is_of_both_together(first: Path, second: Any) -> None:
     assert report.epsilon > before.epsilon
 
 
+@pytest.mark.slow
 def test_the_record_the_card_and_the_report_tell_of_both(second: Any, first: Path) -> None:
     folder = Path(second.args.output_dir)
     assert verify(folder).private

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 from transformers import DistilBertModel, TrainerCallback
 
-from hf_dp.errors import PreflightError
+from hf_dp.errors import ConfigurationError, PreflightError
 from hf_dp.training.engine import Engine
 from tests.training.workbench import make
 
@@ -94,6 +94,14 @@ def test_failure_79_what_mixes_examples_from_the_third_step_on_is_refused_before
 ) -> None:
     trainer = make(tmp_path, parts={"callbacks": [After(change)]})
     with pytest.raises(PreflightError):
+        trainer.train()
+    assert trainer.ledger.steps == 2
+
+
+@pytest.mark.parametrize("change", [nn.Module.bfloat16, lambda model: model.pre_classifier.half()])
+def test_failure_89_weights_in_fewer_bits_from_the_third_step_on(change: Callable[[Any], Any], tmp_path: Path) -> None:
+    trainer = make(tmp_path, parts={"callbacks": [After(change)]}, optim="sgd")
+    with pytest.raises(ConfigurationError, match="another dtype of weights"):
         trainer.train()
     assert trainer.ledger.steps == 2
 

@@ -59,6 +59,7 @@ def mean_of(trainer: Any, data: list[Any], collate: Any) -> float:
     return float(torch.cat(losses).mean())
 
 
+@pytest.mark.slow
 def test_a_module_that_returns_no_loss(tmp_path: Path) -> None:
     data = clicks(70)
     parts = {"train_dataset": data[:60], "eval_dataset": data[60:], "data_collator": stack}

@@ -90,6 +90,7 @@ def test_with_eval_on_start_a_typo_costs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preprocess", [None, lambda logits, labels: logits.argmx(1)])
 @pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.slow
 def test_metrics_that_need_more_rows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, preprocess: Any, batched: bool
 ) -> None:
@@ -163,6 +164,7 @@ def test_what_is_not_tried(tmp_path: Path) -> None:
     assert run.ledger.steps == 2
 
 
+@pytest.mark.slow
 def test_nothing_of_it_stays(tmp_path: Path) -> None:
     seen: list[str] = []
 

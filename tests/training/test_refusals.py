@@ -224,3 +224,12 @@ def test_of_arguments_set_after_the_trainer_was_made_the_others_are_taken(tmp_pa
     run.args.max_steps, run.args.per_device_train_batch_size = 3, 2
     run.train()
     assert run.ledger.steps == 3
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_an_optimizer_that_could_take_no_step(option: str, tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), **{option: True})
+    refused(
+        tmp_path, ConfigurationError, f"{option}=True", model, at_once=False, parts={"optimizers": (optimizer, None)}
+    )

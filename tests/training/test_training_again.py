@@ -119,6 +119,7 @@ def test_training_stops_at_the_budget_with_the_reason(tmp_path: Path, caplog: py
     assert "budget is spent" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_has_got_another_shape_since_is_saved(tmp_path: Path) -> None:
     run = trained(tmp_path / "private", privacy=private(seed=None), max_steps=1)
     for model in (run.model, copy.deepcopy(run.model)):

@@ -21,7 +21,7 @@ from hf_dp.errors import HfDpError, PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.copies import Run, differing_copies, follows_number, moved_rows
 from hf_dp.per_example.checks.draws import Change, Draw, Draws
-from hf_dp.per_example.checks.independence import check_without_dropout, parameter_norms
+from hf_dp.per_example.checks.independence import check_without_dropout, parameter_norms, rows_of
 from hf_dp.per_example.checks.switches import warn_of
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Readings, Rule, Use
@@ -62,8 +62,7 @@ def without_shared_coins(
 
         def observe(use: Use, given: Tensor, axis: Axis) -> None:
             uses.append(use)
-            whole = given.detach().clone()
-            rows.append(whole.reshape(1, -1) if axis.reading == "constant" else whole.reshape(size, -1))
+            rows.append(rows_of(given, axis))
 
         watch = Watch(Reader(size, readings=readings), rules, observe)
         with watch.attached(model):

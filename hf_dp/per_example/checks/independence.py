@@ -20,6 +20,7 @@ from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.draws import Change, Draws
 from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
+from hf_dp.per_example.checks.values import parts
 from hf_dp.per_example.ieee import beneath_modes, full_precision
 from hf_dp.per_example.norms import squared_norms
 from hf_dp.per_example.reading import Reader
@@ -197,14 +198,20 @@ def _observe(
     size = batch_size(batch)
 
     def observe(use: Use, given: Tensor, axis: Axis) -> None:
-        rows = given.detach().clone()
-        rows = rows.reshape(1, -1).expand(size, -1) if axis.reading == "constant" else rows.reshape(size, -1)
-        seen.append((use, rows))
+        seen.append((use, rows_of(given, axis).expand(size, -1)))
 
     watching = watch(size, observe)
     with watching.attached(model):
         losses = watching.forward(model, loss_fn, batch)
     return seen, losses.detach().reshape(size, 1)
+
+
+def rows_of(given: Tensor, axis: Axis) -> Tensor:
+    """What an operation is given, for each example, or (1, n) for all of them; a copy."""
+    given = given.detach()
+    if given.layout is not torch.strided and axis.reading == "constant":
+        return torch.cat([part.double().flatten() for part in parts(given)])[None]
+    return given.to_dense().clone().reshape(1 if axis.reading == "constant" else axis.batch_size, -1)
 
 
 def _rows_agree(
@@ -222,6 +229,8 @@ def _rows_agree(
 
 def close(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are equal but for rounding."""
+    if x.layout is not torch.strided or y.layout is not torch.strided:
+        return x.layout == y.layout and all(map(close, parts(x), parts(y)))
     # Most are the same to the bit, which is found out at once.
     if torch.equal(x, y) or not x.is_floating_point():
         return torch.equal(x, y)

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.checks.state import buffer_refused, configurations, is_saved
-from hf_dp.per_example.checks.values import copied, same
+from hf_dp.per_example.checks.values import copied, parts, same
 from hf_dp.per_example.sharding import named_modules, reshard
 from hf_dp.per_example.taken import bits_of
 
@@ -219,6 +219,8 @@ def _told(value: Any) -> Any:
         value = value.to_local()
     if hasattr(value, "__tensor_flatten__"):
         return [_told(getattr(value, name)) for name in value.__tensor_flatten__()[0]]
+    if value.layout is not torch.strided:
+        return [_told(part) for part in parts(value)]
     value = torch.view_as_real(value) if value.is_complex() else value
     return None if value.is_meta else int(bits_of(value.reshape(1, -1)))
 

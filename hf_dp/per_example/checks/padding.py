@@ -20,6 +20,7 @@ from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, forked_rng, in_mode
 from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
 from hf_dp.per_example.checks.preflight import off_zero
+from hf_dp.per_example.checks.values import equal
 from hf_dp.per_example.precision import FEW, checkpoints, computed_in, noting_16_bits, with_memory_to_spare
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rows import RowSum
@@ -118,7 +119,9 @@ def check_padding(
         for i, versions in enumerate(apart):
             alone = [gradients(version) for version in versions]
             left = left or alone[0][1]
-            changed = [name for name, values in alone[0][1].items() if name in left and _differs(values, left[name])]
+            both = [(name, now, left[name]) for name, now in alone[0][1].items() if name in left]
+            # A buffer that has grown is a cache.
+            changed = [name for name, now, before in both if now.shape == before.shape and not equal(now, before)]
             if changed:
                 raise _leak(f"{changed[0]} is another after an example of another length.")
             by = min(moved_by(model, in_batch, i, found, tables) for found, _ in alone)
@@ -225,11 +228,6 @@ def _mixed() -> PreflightError:
         "sequences), so clipping one example does not bound its influence.",
         fix="make the loss and each operation act on each example alone: divide an example's loss by its own tokens.",
     )
-
-
-def _differs(now: Tensor, before: Tensor) -> bool:
-    """Whether a buffer has other values; one that has grown is a cache."""
-    return now.shape == before.shape and not bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
 
 
 def moved_by(

@@ -22,11 +22,22 @@ _MOST_NUMBERS, _MOST_ITEMS, _DEPTH = 1 << 22, 1 << 14, 4
 
 
 def equal(now: Any, before: Tensor) -> bool:
-    return (
-        isinstance(now, Tensor)
-        and now.shape == before.shape
-        and bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
-    )
+    if not isinstance(now, Tensor) or (now.shape, now.layout) != (before.shape, before.layout):
+        return False
+    if before.layout is not torch.strided:
+        return all(map(equal, parts(now), parts(before)))
+    return bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
+
+
+def parts(sparse: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a sparse one is made of, the values last."""
+    if sparse.layout is torch.sparse_coo:
+        return sparse._indices(), sparse._values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+    return (sparse.to_dense(),)  # of a CPU's own kernels
 
 
 def same(one: Any, other: Any) -> bool:
@@ -89,6 +100,8 @@ def far(value: Any, other: Any) -> Any:
         return _of_kind(value, items if isinstance(value, tuple) else 2 * items)
     if isinstance(value, _SETS):
         return type(value)(far(item, NOTHING) for item in value)
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        return value if other is NOTHING or same(value, other) else other
     if isinstance(value, Tensor):
         if value.is_floating_point():
             return 2 * value.nan_to_num().abs() + 1

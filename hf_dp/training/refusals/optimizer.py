@@ -14,6 +14,16 @@ from hf_dp.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 
+def _never_steps(optimizer: Any) -> str | None:
+    """As it was made, where no step of it can succeed here."""
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return "(differentiable=True), which steps on no leaf of a graph"
+        if group.get("capturable") and any(p.device.type == "cpu" for p in group["params"]):
+            return "(capturable=True) on a CPU, which is for CUDA graphs"
+    return None
+
+
 def refuse_optimizer(optimizer: Any, model: nn.Module, *, is_complete: bool = False) -> None:
     """Refuses optimizers that ask for the gradient again, or that would train nothing. None is in order.
 
@@ -32,6 +42,12 @@ def refuse_optimizer(optimizer: Any, model: nn.Module, *, is_complete: bool = Fa
             f"{type(optimizer).__name__} evaluates the gradient several times in one step.",
             why="each evaluation would be one more release, and none of them would have noise.",
             fix="use an optimizer that takes one gradient for each step, such as the default adamw_torch.",
+        )
+    if is_complete and (what := _never_steps(optimizer)) is not None:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}{what}.",
+            why="it would fail in its first step, which is paid for by then.",
+            fix="leave that out, or use another optimizer, such as the default adamw_torch.",
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]

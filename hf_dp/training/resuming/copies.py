@@ -61,8 +61,8 @@ _BY_NAME: weakref.WeakKeyDictionary[Any, tuple[type, dict[str, _AsLeft | None]]]
 
 
 def few_of(p: Tensor) -> Tensor | None:
-    """Some numbers from all over a parameter; None of one in shards, or in few bits."""
-    if type(p.data) is not Tensor or not p.is_floating_point():
+    """Some numbers from all over a parameter; None of one in shards, in few bits or sparse."""
+    if type(p.data) is not Tensor or not p.is_floating_point() or p.layout is not torch.strided:
         return None
     every = max(1, p.numel() // _FEW)
     return p.detach().flatten()[::every].clone()

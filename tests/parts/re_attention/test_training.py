@@ -73,6 +73,7 @@ def test_what_it_corrects_is_logged_and_saved_and_comes_back(tmp_path: Path) -> 
     assert verify(tmp_path).consistent
 
 
+@pytest.mark.slow
 def test_withheld_logs_hold_no_corrections(tmp_path: Path) -> None:
     privacy = private(
         noise_multiplier=None, target_epsilon=3.0, re_attention=ReAttentionConfig(), withhold_non_private_logs=True

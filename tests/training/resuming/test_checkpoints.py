@@ -143,6 +143,7 @@ class WritesAgain(TrainerCallback):
         state.save_to_json(str(Path(args.output_dir, f"checkpoint-{state.global_step}", "trainer_state.json")))
 
 
+@pytest.mark.slow
 def test_a_state_that_is_saved_in_between_takes_no_ledger_from_a_checkpoint(tmp_path: Path) -> None:
     run, again = trainer(tmp_path, seed=7), WritesAgain()
     again.trainer = run

@@ -189,6 +189,7 @@ def test_failure_59_nor_for_as_many_of_another_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))
 @pytest.mark.parametrize("by_state", [True, False])
+@pytest.mark.slow
 def test_a_copy_from_the_middle_of_a_training_is_known(tmp_path: Path, step: int, by_state: bool) -> None:
     class Copying(TrainerCallback):
         copied: Any = None

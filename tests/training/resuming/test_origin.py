@@ -84,6 +84,7 @@ def test_another_training_of_the_same_promise_is_another(two: list[Any], tmp_pat
         refuse_unsaid_origin(read(other.args.output_dir), Ledger(), None, after)
 
 
+@pytest.mark.slow
 def test_what_a_trainer_saved_itself_is_no_training_before(two: list[Any], tmp_path: Path) -> None:
     for trainer in two:
         refuse_unsaid_origin(read(trainer.args.output_dir), trainer.ledger, None, plan(tmp_path))

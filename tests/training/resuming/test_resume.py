@@ -113,6 +113,7 @@ def test_resuming_from_the_end_of_an_epoch(tmp_path: Path) -> None:
     assert same(parameters(run.model), parameters(whole.model))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_directory_is_continued_in_a_new_one(checkpointed: Path, tmp_path: Path) -> None:
     path = copied(checkpointed, tmp_path)
     run = trainer(tmp_path / "elsewhere", seed=7)
@@ -179,6 +180,7 @@ def test_resumed_from_the_last_step_nothing_more_is_spent(tmp_path: Path, target
     assert (tmp_path / "privacy.json").exists()
 
 
+@pytest.mark.slow
 def test_a_model_made_anew_with_other_frozen_weights_is_resumed(tmp_path: Path) -> None:
     def made(mean: float) -> Any:
         model = classifier()

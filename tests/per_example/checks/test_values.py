@@ -1,0 +1,72 @@
+"""Sparse tensors among what a model holds: compared by their parts, whatever they are held as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dp import PrivacyConfig, PrivateRun
+from hf_dp.per_example.checks.values import equal
+
+LAYOUTS = {
+    "coo": Tensor.to_sparse,
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda t: t.to_sparse_bsr((2, 2)),
+    "bsc": lambda t: t.to_sparse_bsc((2, 2)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_they_are_equal_where_places_and_values_are(layout: str) -> None:
+    make: Any = LAYOUTS[layout]
+    one, places = torch.eye(4), torch.eye(4).flip(0)
+    assert equal(make(one), make(one))
+    assert equal(make(one * torch.nan), make(one * torch.nan))
+    assert not equal(make(one), make(2 * one))
+    assert not equal(make(one), make(places))
+    assert not equal(make(one), one)
+    assert not equal(make(one), make(one + places))
+
+
+class Graph(nn.Module):
+    """Layers between which neighbours in a graph are added up."""
+
+    def __init__(self, held: str, layout: str, of: str) -> None:
+        super().__init__()
+        self.of, neighbours = of, LAYOUTS[layout](torch.eye(4) + torch.eye(4).flip(0))
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+        if held == "attribute":
+            self.neighbours = neighbours
+        else:
+            self.register_buffer("neighbours", neighbours, persistent=held == "saved")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.of == "weights":
+            return x @ torch.sparse.mm(self.neighbours, self.weight)
+        return (self.neighbours @ x.reshape(-1, 4).T).T.reshape(x.shape) @ self.weight
+
+
+@pytest.mark.parametrize("of", ["data", "weights"])
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("held", ["attribute", "saved", "not saved"])
+def test_a_model_that_holds_one_trains(held: str, layout: str, of: str) -> None:
+    numbers = torch.Generator().manual_seed(1)
+    rows = [{"x": torch.randn(3, 4, generator=numbers)} for _ in range(12)]
+    model = Graph(held, layout, of)
+    run = PrivateRun(
+        model, rows, PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, seed=7),
+        lambda few: {"x": torch.stack([row["x"] for row in few])}, expected_batch_size=4, micro_batch_size=4, steps=2,
+        loss=lambda model, batch: model(batch["x"]).square().flatten(1).sum(1),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.begin(optimizer)
+    before = model.weight.detach().clone()
+    for batch in run.batches():
+        run.step(batch)
+        optimizer.step()
+    assert run.ledger.steps == 2
+    assert not torch.equal(model.weight, before)
