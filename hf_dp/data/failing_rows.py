@@ -22,11 +22,10 @@ _TOO_LITTLE = (
 )
 
 _IN_A_STEP = (
-    "hf_dp: the model or its loss failed in a private step. What was spent until then is in the ledger, and in the "
-    "checkpoints; train(resume_from_checkpoint=True) goes on from the last. The check before the first step looks at "
-    "all rows of a list and of a Dataset of datasets, of others at a few: if a row is wrong (an id beyond the "
-    "vocabulary, a label beyond num_labels, a text beyond the positions), take each one through collator and model to "
-    "find it, and correct it."
+    "hf_dp: a private step failed. What was spent until then is in the ledger, and in the checkpoints: "
+    "resume_from_checkpoint=True goes on from the last. The check before the first step looks at all rows of a list "
+    "and of a Dataset of datasets, of others at a few: if a row is wrong (an id beyond the vocabulary, a label beyond "
+    "num_labels, a text beyond the positions), take each one through collator and model to find it, and correct it."
 )
 
 NUMBERS = (

@@ -180,5 +180,5 @@ class _OwnReads(Dataset[Any]):
         try:
             return self.dataset[index]
         except Exception as error:
-            error.add_note(f"It came of {row_in_words(index)} of the training data, which has {len(self)} now.")
+            error.add_note(f"It came of {row_in_words(index)} of the training data.")
             raise

@@ -101,7 +101,7 @@ def far(value: Any, other: Any) -> Any:
     if isinstance(value, _SETS):
         return type(value)(far(item, NOTHING) for item in value)
     if isinstance(value, Tensor) and value.layout is not torch.strided:
-        return value if other is NOTHING or same(value, other) else other
+        return _of_values(value, far(parts(value)[-1], NOTHING))
     if isinstance(value, Tensor):
         if value.is_floating_point():
             return 2 * value.nan_to_num().abs() + 1
@@ -119,6 +119,16 @@ def far(value: Any, other: Any) -> Any:
     if isinstance(value, (int, float)):
         return 2 * abs(value) + 1 if math.isfinite(value) else 1.0
     return other if other is not NOTHING else value
+
+
+def _of_values(sparse: Tensor, values: Tensor) -> Tensor:
+    """`values` in the places of those of a sparse tensor."""
+    *places, _ = parts(sparse)
+    given: Any = (*places, values)
+    options: dict[str, Any] = {"size": sparse.shape, "check_invariants": False}
+    if sparse.layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(*given, **options)
+    return torch.sparse_compressed_tensor(*given, layout=sparse.layout, **options) if places else values
 
 
 def emptied(value: Any) -> Any:

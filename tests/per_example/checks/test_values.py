@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp import PrivacyConfig, PrivateRun
-from hf_dp.per_example.checks.values import equal
+from hf_dp.errors import HfDpError
+from hf_dp.per_example.checks.values import equal, far
 
 LAYOUTS = {
     "coo": Tensor.to_sparse,
@@ -30,6 +31,7 @@ def test_they_are_equal_where_places_and_values_are(layout: str) -> None:
     assert not equal(make(one), make(places))
     assert not equal(make(one), one)
     assert not equal(make(one), make(one + places))
+    assert not equal(far(make(one), None), make(one))
 
 
 class Graph(nn.Module):
@@ -50,18 +52,22 @@ class Graph(nn.Module):
         return (self.neighbours @ x.reshape(-1, 4).T).T.reshape(x.shape) @ self.weight
 
 
-@pytest.mark.parametrize("of", ["data", "weights"])
-@pytest.mark.parametrize("layout", ["coo", "csr"])
-@pytest.mark.parametrize("held", ["attribute", "saved", "not saved"])
-def test_a_model_that_holds_one_trains(held: str, layout: str, of: str) -> None:
+def a_run(model: nn.Module) -> PrivateRun:
     numbers = torch.Generator().manual_seed(1)
     rows = [{"x": torch.randn(3, 4, generator=numbers)} for _ in range(12)]
-    model = Graph(held, layout, of)
-    run = PrivateRun(
+    return PrivateRun(
         model, rows, PrivacyConfig(noise_multiplier=1.0, target_delta=1e-5, seed=7),
         lambda few: {"x": torch.stack([row["x"] for row in few])}, expected_batch_size=4, micro_batch_size=4, steps=2,
         loss=lambda model, batch: model(batch["x"]).square().flatten(1).sum(1),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("of", ["data", "weights"])
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("held", ["attribute", "saved", "not saved"])
+def test_a_model_that_holds_one_trains(held: str, layout: str, of: str) -> None:
+    model = Graph(held, layout, of)
+    run = a_run(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.begin(optimizer)
     before = model.weight.detach().clone()
@@ -70,3 +76,17 @@ def test_a_model_that_holds_one_trains(held: str, layout: str, of: str) -> None:
         optimizer.step()
     assert run.ledger.steps == 2
     assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("by", [1e-9, 1.0])
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("held", ["attribute", "saved", "not saved"])
+def test_one_that_keeps_what_it_has_seen_is_refused(held: str, layout: str, by: float) -> None:
+    class Keeping(Graph):
+        def forward(self, x: Tensor) -> Tensor:
+            self.neighbours = LAYOUTS[layout](self.neighbours.to_dense() + by * x.detach().sum())
+            return super().forward(x)
+
+    model = Keeping(held, layout, "data")
+    with pytest.raises(HfDpError, match="keep|saved|neighbours"):
+        a_run(model).begin(torch.optim.SGD(model.parameters(), lr=0.1))
