@@ -99,6 +99,7 @@ def test_no_epsilon_of_the_table_is_below_what_was_spent() -> None:
     assert [list(column.cells) for column in table.columns] == [["1", "2"], ["0.7", "0.5"], ["8", "-"]]
 
 
+@pytest.mark.slow
 def test_the_log_of_another_run_is_not_shown_and_none_is_refused_for_a_figure(finished: Path, tmp_path: Path) -> None:
     state = finished / "checkpoint-12" / "trainer_state.json"
     before = state.read_text(encoding="utf-8")

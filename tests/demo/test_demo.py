@@ -187,6 +187,7 @@ def folder(messages: Messages, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
+@pytest.mark.slow
 def test_the_demo_on_a_model_from_a_folder_trains_adapters_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -38,9 +38,8 @@ DIFFERENCES = {
 }
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=[pytest.mark.slow] * (what != "another row")) for what in DIFFERENCES]
-)
+@pytest.mark.parametrize("what", DIFFERENCES)
+@pytest.mark.slow
 def test_a_rank_that_differs(tmp_path: Path, pair: Gang, what: str) -> None:
     for found in pair.run(refused_by, str(tmp_path), what):
         assert "ConfigurationError: rank 1 has not the same as rank 0" in found

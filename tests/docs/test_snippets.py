@@ -39,7 +39,7 @@ THEIRS = " { .python .theirs }"
 ALIKE = ["from_opacus", "from_fastdp", "from_dp_transformers", "from_opake"]
 SLOW = ["explained", "privacy", "privacy_json", "resuming", "choosing_privacy", "settings", "users", "gpus"]
 SLOW += ["index", "own_loop", "classifier", "publishing", "tutorial", "audit", "extending", "re_attention"]
-SLOW += ALIKE
+SLOW += ["from_trainer", *ALIKE]
 
 
 class Snippet(NamedTuple):

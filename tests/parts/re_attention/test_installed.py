@@ -131,6 +131,7 @@ def test_one_variance_for_each_token_is_within_a_factor_of_two_in_the_right_orde
         assert float(torch.corrcoef(ranks)[0, 1]) > 0.9
 
 
+@pytest.mark.slow
 def test_variances_that_are_two_thirds_are_noticed() -> None:
     """The negative control of the two tests above."""
     tracked, drawn = tracked_and_drawn("gpt2", "per_feature", 1e-3)[0]
