@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from hf_dp import PrivacyConfig, PrivateRun
 from hf_dp.errors import HfDpError
+from hf_dp.per_example.checks.independence import close, rows_of
 from hf_dp.per_example.checks.values import equal, far
+from hf_dp.per_example.rule import Axis
 
 LAYOUTS = {
     "coo": Tensor.to_sparse,
@@ -90,3 +92,21 @@ def test_one_that_keeps_what_it_has_seen_is_refused(held: str, layout: str, by: 
     model = Keeping(held, layout, "data")
     with pytest.raises(HfDpError, match="keep|saved|neighbours"):
         a_run(model).begin(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_they_are_close_where_places_are_the_same(layout: str) -> None:
+    make: Any = LAYOUTS[layout]
+    one = torch.eye(4)
+    assert close(make(one), make(one + 1e-9 * one))
+    assert not close(make(one), make(1.1 * one))
+    assert not close(make(one), make(one + one.flip(0)))
+    assert not close(make(one), one)
+
+
+def test_what_all_examples_are_given_is_one_row_of_places_and_values() -> None:
+    one = torch.eye(4)
+    rows = [rows_of(one.to_sparse(), Axis(3, "constant")), rows_of(one.flip(0).to_sparse(), Axis(3, "constant"))]
+    assert {len(row) for row in rows} == {1}
+    assert not torch.equal(*rows)
+    assert rows_of(torch.ones(3, 2, 2).to_sparse(), Axis(3, "batch")).shape == (3, 4)
