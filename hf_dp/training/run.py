@@ -161,7 +161,7 @@ class Run:
         said = {"the promise": self.plan.promise, "the step to begin at": step, "the ledger": self.ledger.to_dict()}
         agree({**said, **described_optimizer(optimizer), **described_values(model)})
         refuse_broken_ties(self._ties, model)
-        refuse_optimizer(optimizer, model, is_complete=True)
+        refuse_optimizer(optimizer, model, is_complete=True, by_rows=self.by_rows.values())
         self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
         say("\n".join(opening(self.plan)))

@@ -102,7 +102,6 @@ def test_it_is_refused_before_it_costs_anything(misuse: Callable[..., None], wor
     assert run.ledger.steps == 1
 
 
-@pytest.mark.slow
 def test_a_gradient_that_was_there_before_moves_nothing() -> None:
     model = classifier()
     model(**pad(rows(4))).loss.backward()  # of private examples, without noise
@@ -175,7 +174,6 @@ def test_a_step_that_failed_on_one_of_several_ranks_is_not_taken_again(monkeypat
     assert run.ledger.steps == 1
 
 
-@pytest.mark.slow
 def test_failure_51_a_step_that_is_taken_again_does_not_begin_with_what_it_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

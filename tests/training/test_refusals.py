@@ -226,10 +226,12 @@ def test_of_arguments_set_after_the_trainer_was_made_the_others_are_taken(tmp_pa
     assert run.ledger.steps == 3
 
 
-@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+@pytest.mark.parametrize("option", ["capturable=True", "differentiable=True", "SparseAdam"])
 def test_an_optimizer_that_could_take_no_step(option: str, tmp_path: Path) -> None:
     model = classifier()
-    optimizer = torch.optim.AdamW(model.parameters(), **{option: True})
-    refused(
-        tmp_path, ConfigurationError, f"{option}=True", model, at_once=False, parts={"optimizers": (optimizer, None)}
+    optimizer = (
+        torch.optim.SparseAdam(list(model.parameters()))
+        if option == "SparseAdam"
+        else torch.optim.AdamW(model.parameters(), **{option.split("=")[0]: True})
     )
+    refused(tmp_path, ConfigurationError, option, model, at_once=False, parts={"optimizers": (optimizer, None)})

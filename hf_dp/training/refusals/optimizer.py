@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 import hf_dp.ranks as ranks
@@ -14,8 +16,11 @@ from hf_dp.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 
-def _never_steps(optimizer: Any) -> str | None:
+def _never_steps(optimizer: Any, by_rows: Iterable[nn.Parameter]) -> str | None:
     """As it was made, where no step of it can succeed here."""
+    held, sparse = (p for group in optimizer.param_groups for p in group["params"]), {id(p) for p in by_rows}
+    if isinstance(optimizer, torch.optim.SparseAdam) and any(id(p) not in sparse for p in held):
+        return ", which takes sparse gradients alone, and those of most parameters are dense"
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             return "(differentiable=True), which steps on no leaf of a graph"
@@ -24,11 +29,14 @@ def _never_steps(optimizer: Any) -> str | None:
     return None
 
 
-def refuse_optimizer(optimizer: Any, model: nn.Module, *, is_complete: bool = False) -> None:
+def refuse_optimizer(
+    optimizer: Any, model: nn.Module, *, is_complete: bool = False, by_rows: Iterable[nn.Parameter] = ()
+) -> None:
     """Refuses optimizers that ask for the gradient again, or that would train nothing. None is in order.
 
     Args:
         is_complete: whether it is as it will step: where it would move some trainable parameters alone, that is said.
+        by_rows: parameters whose gradients will be sparse.
 
     Raises:
         ConfigurationError: with its name.
@@ -43,7 +51,7 @@ def refuse_optimizer(optimizer: Any, model: nn.Module, *, is_complete: bool = Fa
             why="each evaluation would be one more release, and none of them would have noise.",
             fix="use an optimizer that takes one gradient for each step, such as the default adamw_torch.",
         )
-    if is_complete and (what := _never_steps(optimizer)) is not None:
+    if is_complete and (what := _never_steps(optimizer, by_rows)) is not None:
         raise ConfigurationError(
             f"{type(optimizer).__name__}{what}.",
             why="it would fail in its first step, which is paid for by then.",
