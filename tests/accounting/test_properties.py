@@ -112,6 +112,7 @@ json_values = st.recursive(
 
 @quick
 @given(json_values)
+@pytest.mark.slow
 def test_whatever_is_no_event_is_refused_by_our_own_error(value):
     from hf_dp.errors import LedgerError
 

@@ -66,6 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_models_stand_beside_one_another_and_their_claims(folder: Path, tmp_path: Path) -> None:
     models, texts = (folder / "ordinary", folder / "private"), ("--members", folder / "in.jsonl")
     more = ("--others", folder / "out.csv", "--reference", folder / "ordinary", "--secrets", folder / "secrets.tsv")

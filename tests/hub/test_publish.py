@@ -295,6 +295,7 @@ def test_without_permission_the_hub_s_own_error_is_raised(
     assert not hub.repositories
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_during_training_is_said_and_training_goes_on(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -105,6 +105,7 @@ def text(folder: Path) -> str:
     return (folder / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_failure_34_a_save_that_fails_leaves_the_model_before_it(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
     path = Path(shutil.copytree(saved, tmp_path / "out"))
     run, before = another(path), digests(path)

@@ -98,6 +98,7 @@ def test_a_corpus_verifies_until_it_is_changed(done: tuple[Result, Path], tmp_pa
     assert not verify(tmp_path).consistent
 
 
+@pytest.mark.slow
 def test_what_reads_private_texts_is_for_the_owner_and_says_so(done: tuple[Result, Path]) -> None:
     said, output = done
     near = json.loads((output / "for_owner_only_near_copies.json").read_text())

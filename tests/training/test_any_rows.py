@@ -41,6 +41,7 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.fuzzed
 @cases(25)
 @given(rows_of(ROWS), st.sampled_from(["list", "table", "tuple"]), st.integers(1, 16))
+@pytest.mark.slow
 def test_what_is_begun_goes_through_with_every_row(given: list[dict[str, Any]], kind: str, expected: int) -> None:
     data: Any = tuple(given) if kind == "tuple" else given
     if kind == "table":

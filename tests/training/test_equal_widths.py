@@ -91,6 +91,7 @@ def test_what_the_card_says_is_of_all_steps(tmp_path: Path) -> None:
         trained(tmp_path, equal_widths=True, resume=True, max_steps=2)
 
 
+@pytest.mark.slow
 def test_another_training_of_the_same_trainer_is_held_to_it(tmp_path: Path) -> None:
     trainer = trained(tmp_path, equal_widths=False, max_steps=1)
     trainer.privacy = private(equal_widths=True)

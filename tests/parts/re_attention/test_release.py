@@ -23,6 +23,7 @@ from tests.zoo import tiny
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 
+@pytest.mark.slow
 def test_frequencies_are_counted_in_public_texts(tmp_path: Path) -> None:
     (tmp_path / "public.txt").write_text("a b\n\na a\nc\n", encoding="utf-8")
     attention = ReAttentionConfig(token_frequencies="public", public_frequencies=str(tmp_path / "public.txt"))

@@ -150,6 +150,7 @@ def test_resumed_it_is_the_same_run(tmp_path: Path, settings: dict[str, Any], op
     assert labels.count(LABEL) == (0 if "kept_rows" not in settings else 4 if "renew_every" in settings else 1)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_the_rows_or_under_another_promise_is_refused(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2}
     sparse(tmp_path, sparse=FEST, **options).train()
@@ -230,6 +231,7 @@ def test_nothing_as_large_as_the_table_is_made(tmp_path: Path, settings: dict[st
     assert watching.found
 
 
+@pytest.mark.slow
 def test_public_rows_cost_nothing(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     settings = {"method": "fest", "row_choice": "public", "public_rows": str(file)}

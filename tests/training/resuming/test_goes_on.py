@@ -169,6 +169,7 @@ def test_failure_59_steps_of_this_process_are_not_dropped_for_those_of_another(t
     assert run.ledger.steps == 9
 
 
+@pytest.mark.slow
 def test_failure_59_nor_for_as_many_of_another_trainer(tmp_path: Path) -> None:
     for name in ("one", "two"):
         trainer(tmp_path / name, save_steps=2).train()

@@ -75,6 +75,7 @@ def test_several_trainings_on_the_same_rows_are_told_once(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("copied", [lambda model: model, copy.deepcopy])
+@pytest.mark.slow
 def test_failure_83_by_way_of_a_training_on_others(copied: Any, tmp_path: Path) -> None:
     parts = Dataset.from_list(rows(96, seed=6)).train_test_split(0.5)
     first = make(tmp_path / "first", privacy=of(), parts={"train_dataset": parts["train"]}, max_steps=1)
