@@ -22,6 +22,7 @@ _REASONS = {
 }
 
 _IN_PLACE = "it changes in place what is computed from parameters alone (with inplace=False it is exact)"
+_ACTIVATIONS = (".celu", ".elu", ".hardtanh", ".leaky_relu", ".relu", ".relu6", ".selu", ".threshold")
 
 _ELEMENTWISE = (
     *("addcdiv", "addcmul", "atan2", "clamp", "clamp_max", "clamp_min", "clip", "div", "fmax", "fmin", "hypot", "lerp"),
@@ -133,8 +134,7 @@ def sorted_operands(
 
 def _is_asked_to_write(name: str, args: Any, kwargs: Any) -> bool:
     """Whether it is called with `inplace=True`, the last argument of activations."""
-    is_last = "nn.functional" in name and "dropout" not in name and len(args) > 1 and args[-1] is True
-    return kwargs.get("inplace") is True or is_last
+    return kwargs.get("inplace") is True or (name.endswith(_ACTIVATIONS) and args[-1] is True)
 
 
 def _entangled(bound: Bound) -> str | None:

@@ -79,7 +79,6 @@ def test_the_losses_that_are_composed_are_those_of_zero_out(noise: float, q: flo
     assert replaced.get_epsilon_for_delta(1e-5) > 1.02 * zeroed.get_epsilon_for_delta(1e-5)
 
 
-@pytest.mark.slow
 def test_counts_and_gradients_of_one_sample_cost_one_gaussian() -> None:
     """DP-AdaFEST: one unit adds nothing to both; the accountant of dp_accounting knows their composition."""
     counts, gradient = 3.0, 0.9

@@ -350,3 +350,16 @@ class TestRanks:
 def test_what_is_no_function_is_no_collator() -> None:
     with pytest.raises(ConfigurationError, match="a collator that is None"):
         LogicalBatchCollator(4, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), IndexError("beyond the end")])
+def test_a_row_that_cannot_be_read_is_named_and_its_error_stays(error: Exception) -> None:
+    class Broken(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            raise error
+
+    sampler = PoissonBatchSampler.of(20, 10, Entropy(0))
+    with pytest.raises(type(error)) as caught:
+        next(iter(loader_of(sampler, Broken(range(20)))))
+    assert caught.value is error
+    assert any("of the training data" in note for note in error.__notes__)

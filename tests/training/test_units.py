@@ -123,7 +123,6 @@ def test_it_is_the_training_of_a_loop_over_users(tmp_path: Path, kind: str, micr
     assert distance(truth[0], truth[-1]) > 1e-3
 
 
-@pytest.mark.slow
 def test_users_with_one_row_each_are_examples(tmp_path: Path) -> None:
     found = {}
     for name, privacy, data in (("users", by_user(), owned(list(range(48)))), ("rows", private(), rows())):

@@ -101,7 +101,8 @@ def far(value: Any, other: Any) -> Any:
     if isinstance(value, _SETS):
         return type(value)(far(item, NOTHING) for item in value)
     if isinstance(value, Tensor) and value.layout is not torch.strided:
-        return _of_values(value, far(parts(value)[-1], NOTHING))
+        # Where nothing is stored there are zeros, which losses may follow from as well.
+        return _laid_out_as(value, far(value.to_dense(), NOTHING))
     if isinstance(value, Tensor):
         if value.is_floating_point():
             return 2 * value.nan_to_num().abs() + 1
@@ -121,14 +122,12 @@ def far(value: Any, other: Any) -> Any:
     return other if other is not NOTHING else value
 
 
-def _of_values(sparse: Tensor, values: Tensor) -> Tensor:
-    """`values` in the places of those of a sparse tensor."""
-    *places, _ = parts(sparse)
-    given: Any = (*places, values)
-    options: dict[str, Any] = {"size": sparse.shape, "check_invariants": False}
+def _laid_out_as(sparse: Tensor, dense: Tensor) -> Tensor:
     if sparse.layout is torch.sparse_coo:
-        return torch.sparse_coo_tensor(*given, **options)
-    return torch.sparse_compressed_tensor(*given, layout=sparse.layout, **options) if places else values
+        return dense.to_sparse(sparse.sparse_dim())
+    if sparse.layout in (torch.sparse_bsr, torch.sparse_bsc):
+        return dense.to_sparse(layout=sparse.layout, blocksize=parts(sparse)[-1].shape[1:3])
+    return dense.to_sparse(layout=sparse.layout)
 
 
 def emptied(value: Any) -> Any:
