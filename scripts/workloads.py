@@ -98,6 +98,7 @@ GPU_CASES = {
     "Llama 1B, 8 x 1024": Case("llama", 8, 1024, _LLAMA_1B),
     "Llama 1B, 8 x 512, LoRA r 16": Case("llama", 8, 512, _LLAMA_1B, lora=True, rank=16),
     "Llama 1B, 32 x 512, LoRA r 16": Case("llama", 32, 512, _LLAMA_1B, lora=True, rank=16),
+    "Llama 1B, 8 x 1024, LoRA r 16": Case("llama", 8, 1024, _LLAMA_1B, lora=True, rank=16),
     "Llama 1B, 8 x 512": Case("llama", 8, 512, _LLAMA_1B),
     "Llama 1B, 8 x 512, checkpointing": Case("llama", 8, 512, _LLAMA_1B, checkpointing=True),
     "Llama 1B, 2 x 2048": Case("llama", 2, 2048, _LLAMA_1B),

@@ -20,8 +20,7 @@ class Casts:
 
     def of(self, values: Tensor) -> tuple[Tensor, bool]:
         """`values`, or their cast where autocast would multiply that; and whether it is of this moment."""
-        kind = values.device.type
-        if values.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
+        if values.dtype != torch.float32 or not torch.is_autocast_enabled(kind := values.device.type):
             return values, True
         dtype = torch.get_autocast_dtype(kind)
         # Of what autograd knows writes in place are counted, unless they pass it by.

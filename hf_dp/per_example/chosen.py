@@ -109,7 +109,8 @@ class Together:
 
     def takes(self, rows: Tensor) -> bool:
         """Whether `rows` (B, n) are such."""
-        return not rows.is_inference() and len(rows) > 1 and rows.shape[1] <= SMALL and rows.device.type in _BY_INDEX
+        height, width = rows.shape
+        return height > 1 and width <= SMALL and rows.device.type in _BY_INDEX and not rows.is_inference()
 
     def add_(self, out: Tensor, rows: Tensor) -> None:
         """As of `Chosen.add_weighted_`; `out` has it when this was finished."""
@@ -132,5 +133,5 @@ class Together:
             sums, versions = zip(*waiting.values(), strict=True)
             self._refuse_changed(versions)
             total = self._chosen.weighted(torch.cat([rows for rows, _ in versions], dim=1))
-            torch._foreach_add_(sums, total.split([len(out) for out in sums]))
+            torch._foreach_add_(sums, total.split([out.shape[0] for out in sums]))
             waiting.clear()

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, Outer, PerExample
+from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.norms import magnitude_of
-from hf_dp.per_example.rule import Axis, Operands, Rule, refuse_changed
+from hf_dp.per_example.rule import Axis, Operands, Rule, Use, refusal, refuse_changed
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, mapped, plain
 
 
@@ -43,7 +44,9 @@ class Constant:
         """Adds the gradients of one use."""
         magnitude = magnitude_of(factors)
         self.magnitude = magnitude if self.magnitude is None else self.magnitude + magnitude
-        factors = factors.settled() if isinstance(factors, Outer) else factors
+        if isinstance(factors, Outer):
+            with full_precision(factors.device):
+                factors = factors.settled()
         if isinstance(factors, Outer):
             self.kept.append(factors)
             sides = factors.left.tensor, factors.right.tensor
@@ -175,3 +178,17 @@ def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
             )
 
     return check
+
+
+def refuse_constant(losses: Tensor, uses: Iterable[Use], batch_size: int) -> None:
+    """Refuses losses that are a constant, of which no use was read as one of so many examples.
+
+    Raises:
+        UnsupportedModelError: with the parameters and the operations.
+    """
+    if isinstance(losses, WatchedParameter):
+        constant = [use for use in uses if use.reading == "constant"]
+        operations = ", ".join(sorted({use.operation for use in constant}))
+        reason = f"no axis of its operands can be read as {batch_size} examples (a model called for each row by itself "
+        reason += "sees one: call it once for all, and take each one's loss of what it gives)"
+        raise refusal(sorted({use.parameter for use in constant}), f"operation {operations}", reason)

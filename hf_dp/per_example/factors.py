@@ -17,7 +17,6 @@ from torch import Tensor
 
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.gram import Dense, OneHot, Side
-from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.long_sums import AT_ONCE
 from hf_dp.per_example.precision import accumulation, sum_dtype, united
@@ -88,11 +87,10 @@ class Outer:
         return replace(self, left=Dense(chosen.to(dtype)))
 
     def instantiated(self, cut_block: int = CUT_BLOCK) -> PerExample:
-        """The (B, left.size, right.size) gradients themselves; `cut_block` as of `inner`."""
+        """The (B, left.size, right.size) gradients themselves, in `full_precision`; `cut_block` as of `inner`."""
         left, right = self.left, self.right
         if isinstance(left, Dense) and isinstance(right, Dense):
-            with full_precision(self.device):
-                values = inner(left.values.mT, right.values, cut_block)
+            values = inner(left.values.mT, right.values, cut_block)
             return PerExample(values.mul_(self.scale) if self.scale != 1.0 else values)
         if isinstance(left, OneHot) and isinstance(right, Dense):
             rows = accumulation(right.values)
@@ -102,13 +100,13 @@ class Outer:
         return self.transposed.instantiated(cut_block).transposed
 
     def settled(self) -> Outer | PerExample:
-        """Instantiated where `is_instantiated` says so.
+        """Instantiated where `is_instantiated` says so, in `full_precision`.
 
         What tensor cores cut off there is no error of the norm, which is that of the very numbers that are summed.
         """
         left, right = self.left, self.right
         on_cores = are_multiplied_as_they_are(left.tensor, right.tensor)
-        width = sum(side.size if isinstance(side, Dense) else 1 for side in (left, right))
+        width = (left.size if isinstance(left, Dense) else 1) + (right.size if isinstance(right, Dense) else 1)
         fewest = instantiated_from(left.size * right.size, width, on_cores)
         if left.tensor.shape[1] < fewest:
             return self

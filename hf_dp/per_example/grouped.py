@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense
+from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
 
 
@@ -100,7 +101,8 @@ class Grouping:
             return LookedUp(left, right, factors.scale, counts=_at(right.tensor, self._rows), most=self._most)
         joined = Outer(left, right, factors.scale, given=self._of_rows(factors.lengths()))
         # The longer an example is, the sooner its factors are larger than its gradient.
-        return joined.settled()
+        with full_precision(joined.device):
+            return joined.settled()
 
     def summed(self, values: Tensor) -> Tensor:
         """(U, ...): the sums over the rows (B, ...) of each example."""

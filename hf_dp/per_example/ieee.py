@@ -25,7 +25,7 @@ _IN_FULL = {"ieee", "none"}
 class full_precision:  # noqa: N801 - it is called as a function
     """Inside, products on a device are so: norms and sums must be of the same numbers."""
 
-    # No generator: it is entered for each use of each parameter.
+    # No generator: it may be entered for each use of each parameter.
     __slots__ = ("_device", "_stack")
 
     def __init__(self, device: torch.device) -> None:
@@ -33,22 +33,27 @@ class full_precision:  # noqa: N801 - it is called as a function
         self._stack: ExitStack | None = None
 
     def __enter__(self) -> None:
-        device, before = self._device, precisions()
-        is_cast, is_full = torch.is_autocast_enabled(device.type), _IN_FULL.issuperset(before)
-        in_fewer = _in_fewer_bits(device)
-        if not is_full or is_cast or in_fewer:
-            with ExitStack() as stack:
-                if not is_full:
-                    stack.enter_context(_in_ieee(before))
-                if in_fewer:
-                    stack.enter_context(_sums_in_float32(in_fewer))
-                if is_cast:
-                    stack.enter_context(torch.autocast(device.type, enabled=False))
-                self._stack = stack.pop_all()
+        device = self._device
+        if are_in_full(device):
+            return
+        with ExitStack() as stack:
+            if not _IN_FULL.issuperset(before := precisions()):
+                stack.enter_context(_in_ieee(before))
+            if in_fewer := _in_fewer_bits(device):
+                stack.enter_context(_sums_in_float32(in_fewer))
+            if torch.is_autocast_enabled(device.type):
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+            self._stack = stack.pop_all()
 
     def __exit__(self, *given: object) -> None:
         if self._stack is not None:
             self._stack.close()
+
+
+def are_in_full(device: torch.device) -> bool:
+    """Whether products on a device are so as it is. To ask takes longer than many a product."""
+    is_cast = torch.is_autocast_enabled(device.type)
+    return not is_cast and _IN_FULL.issuperset(precisions()) and not _in_fewer_bits(device)
 
 
 def beneath_modes() -> AbstractContextManager[None]:

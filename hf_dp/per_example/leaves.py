@@ -48,15 +48,16 @@ def refusing_others(own: Iterable[object]) -> Iterator[None]:
 
 def _leaves(roots: Collection[Tensor]) -> Iterator[Tensor]:
     """The leaves of the graph behind `roots`."""
-    to_do = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(to_do)
-    while to_do:
-        node: Any = to_do.pop()
-        if type(node).__name__ == "AccumulateGrad":
+    nodes: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = {None, *nodes}
+    for node in nodes:  # It grows on the way: thousands, for each micro-batch.
+        following = node.next_functions
+        for behind, _ in following:
+            if behind not in seen:
+                seen.add(behind)
+                nodes.append(behind)
+        if not following and type(node).__name__ == "AccumulateGrad":
             yield node.variable
-        new = {behind for behind, _ in node.next_functions if behind is not None} - seen
-        seen |= new
-        to_do += new
 
 
 def _refused(leaf: Tensor) -> UnsupportedModelError:

@@ -142,13 +142,13 @@ def _entangled(bound: Bound) -> str | None:
     values, options = bound.parameters.values(), flatten(bound.options) if bound.options else []
     watched = [p for p in values if isinstance(p, WatchedParameter)]
     strays = [a for a in (bound.input, *options) if isinstance(a, WatchedParameter)]
-    if strays or len(set(map(id, watched))) != len(watched):
+    if strays or (len(watched) > 1 and len(set(map(id, watched))) != len(watched)):
         return "parameters are combined with one another there"
     # A rule of a user's own may have put several into one role.
-    others = flatten([p for p in values if p is not None and not isinstance(p, WatchedParameter)])
-    tensors = [a for a in (*others, *options) if isinstance(a, Tensor)]
+    others = [p for p in values if p is not None and not isinstance(p, WatchedParameter)]
+    tensors = [a for a in (*flatten(others), *options) if isinstance(a, Tensor)] if others or options else []
     computed = [*[p.source.plain for p in watched], *tensors, *([] if bound.input is None else [bound.input])]
-    if any(a.is_complex() for a in computed):
+    if any(map(torch.is_complex, computed)):
         return "no rule is known to conjugate complex numbers as they need it"
     if any(a.requires_grad for a in tensors):
         return "another of its operands needs a gradient too"

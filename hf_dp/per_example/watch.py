@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,12 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.casts import Casts
 from hf_dp.per_example.checks.state import refuse_compiled, refuse_hooked
-from hf_dp.per_example.constants import Constant, by_autograd, by_rule
+from hf_dp.per_example.constants import Constant, by_autograd, by_rule, refuse_constant
 from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.filled import Filled, is_writing
 from hf_dp.per_example.functions import Applied, by_rows, functions_seen
 from hf_dp.per_example.idle import without_idle
-from hf_dp.per_example.ieee import full_precision, whole_sums
+from hf_dp.per_example.ieee import are_in_full, full_precision, whole_sums
 from hf_dp.per_example.leaves import refusing_others
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
@@ -72,6 +72,8 @@ class Watch:
     # What ran without gradients may be a reentrant checkpoint, which the backward pass computes again.
     may_come_again: bool = False
     is_final: bool = False
+    # Whether products are in full precision as the backward pass begins.
+    are_in_full: bool = False
     is_closed: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     # Of uses that are computed again, which examples (B,) then come out otherwise.
@@ -101,6 +103,7 @@ class Watch:
     def backward(self, losses: Tensor) -> None:
         """The backward pass, in which the uses hand on their factors."""
         self.is_final = True
+        self.are_in_full = are_in_full(losses.device)
         losses.sum().backward()
 
     def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
@@ -108,17 +111,9 @@ class Watch:
         self.reader.begin(v for v in batch.values() if isinstance(v, Tensor))
         with torch.enable_grad():
             losses = loss_fn(model, batch)
-        self._refuse_constant(losses)
+        refuse_constant(losses, self.uses, self.batch_size)
         check_losses(losses, self.batch_size)
         return losses
-
-    def _refuse_constant(self, losses: Tensor) -> None:
-        if isinstance(losses, WatchedParameter):
-            uses = [use for use in self.uses if use.reading == "constant"]
-            operations = ", ".join(sorted({use.operation for use in uses}))
-            reason = f"no axis of its operands can be read as {self.batch_size} examples (a model called for each row "
-            reason += "by itself sees one: call it once for all, and take each one's loss of what it gives)"
-            raise refusal(sorted({use.parameter for use in uses}), f"operation {operations}", reason)
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -133,8 +128,10 @@ class Watch:
         modules = [module for _, module in named]
         refuse_compiled(modules)
         refuse_unknown_shards(modules)
-        self.parameters = originals = trained_in(named)
-        del named  # which Python would look through for garbage as long as the pass takes
+        holders = [(name, module) for name, module in named if module._parameters]
+        self.parameters = originals = trained_in(holders)
+        modules = [module for _, module in holders]
+        del named, holders  # which Python would look through for garbage as long as the pass takes
         refuse_hooked(originals)
         keep = self._keep
 
@@ -294,7 +291,9 @@ class Watch:
         # A float64 parameter may be used through a float32 derivative (Gemma's norms), or the other way round.
         factors = factors.accumulated_in(self.sum_dtypes[name])
         if isinstance(factors, Outer) and name not in self.tables:
-            factors = without_idle(factors).settled()
-        kept = (factors.left.tensor, factors.right.tensor) if isinstance(factors, Outer) else (factors.values,)
-        self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
+            with nullcontext() if self.are_in_full else full_precision(factors.device):
+                factors = without_idle(factors).settled()
+        for tensor in (factors.left.tensor, factors.right.tensor) if isinstance(factors, Outer) else (factors.values,):
+            if not tensor.is_inference():
+                self.versions.append((tensor, tensor._version))
         self.factors[name].append(factors)
