@@ -106,8 +106,7 @@ def test_bytes_are_those_that_are_moved(
     monkeypatch.setattr("hf_dp.per_example.chosen._BY_INDEX", {"meta"})
     monkeypatch.setattr("hf_dp.per_example.chosen._sparse", dense)
     # Autocast knows no meta device.
-    for name in ("factors", "chosen"):
-        monkeypatch.setattr(f"hf_dp.per_example.{name}.full_precision", lambda device: nullcontext())
+    monkeypatch.setattr("hf_dp.per_example.chosen.full_precision", lambda device: nullcontext())
     sides = [torch.empty(examples, length, width, dtype=torch.bfloat16, device="meta") for width in (p, d)]
     weights = torch.empty(examples, device="meta")
     total = torch.empty(p, d, device="meta")
