@@ -51,7 +51,8 @@ ALIKE = {
     # Each alike to none, but seldom used.
     *("FRoD", "VBLoRA", "C3A", "LoKr", "WaveFT", "p-tuning, LSTM", "OFT", "FourierFT", "SHiRA", "RoAd", "VeRA"),
     *("OFT, exact, one block for all", "prefix tuning, projected", "LN tuning", "longformer", "xlnet", "deberta-v2"),
-    *("swin", "videomae", "idefics3", "llama4", "mixtral, experts and router frozen"),
+    *("swin", "videomae", "idefics3", "llama4", "mixtral, experts and router frozen", "cohere", "AdaLoRA"),
+    *("modernbert", "whisper", "wav2vec2"),
     # Settings of which each has one of the two models, or both: tests/per_example/test_exact.py has those of gpt2.
     *((name, "gpt2") for name in coverage.SETTING if name.startswith(("bf16", "gradient checkpointing"))),
     *((name, "llama with LoRA") for name in coverage.SETTING if not name.startswith("dropout")),

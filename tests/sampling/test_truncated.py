@@ -138,7 +138,9 @@ def test_the_probabilities_are_those_of_all_draws() -> None:
 
 
 @needs_the_event
-@pytest.mark.parametrize(("noise", "q", "most"), [(1.0, 0.01, 30), (0.7, 0.05, 60), (2.0, 0.5, 530)])
+@pytest.mark.parametrize(
+    ("noise", "q", "most"), [(1.0, 0.01, 30), pytest.param(0.7, 0.05, 60, marks=pytest.mark.slow), (2.0, 0.5, 530)]
+)
 def test_what_is_composed_is_the_pair_by_hand(noise: float, q: float, most: int) -> None:
     """Poisson where the batch is not full, else 0 or 2 against 0 or -2; the same under zero-out and add-or-remove."""
     one = Truncated(1000, q, most, noise)
