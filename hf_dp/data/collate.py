@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
-
 import hf_dp.ranks as ranks
 from hf_dp.data.cut import Part, by_rows, by_tokens, by_units, check_max_tokens
-from hf_dp.data.failing_rows import A_DICT, NUMBERS, for_all_rows
+from hf_dp.data.failing_rows import NUMBERS, for_all_rows
 from hf_dp.data.kinds import kind_of, refuse_changed
 from hf_dp.data.lengths import length
+from hf_dp.data.refused_batches import name_of, refuse_other_than_rows, refuse_packing
 from hf_dp.data.shapes import IN_16_BITS, Shape, refuse_other_sizes, shape_of
 from hf_dp.data.widths import Checked, Widths, widths_of
 from hf_dp.errors import ConfigurationError, HfDpError
@@ -71,7 +70,7 @@ class LogicalBatchCollator:
                 fix="set per_device_train_batch_size to 1 or more.",
             )
         check_max_tokens(max_tokens)
-        _refuse_packing(collate)
+        refuse_packing(collate)
         if not callable(collate):
             raise ConfigurationError(
                 f"a collator that is {collate!r}.",
@@ -82,7 +81,7 @@ class LogicalBatchCollator:
         self.given = collate
         self.checked: Checked | None = None
         self._measured: dict[int, tuple[Any, Widths]] | None = None
-        self.name = _name(getattr(collate, "data_collator", collate))
+        self.name = name_of(getattr(collate, "data_collator", collate))
         self.randomness: Randomness = nullcontext if reproducible else secret_global_state
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
@@ -236,50 +235,10 @@ class LogicalBatchCollator:
             if len(examples) == 1 or isinstance(error, HfDpError):  # then the row itself is to be named
                 raise
             raise self._failed(examples, kinds, error) from error
-        if not isinstance(batch, Mapping):
-            raise ConfigurationError(
-                f"the data collator {self.name} returned {type(batch).__name__}, not a mapping of names to tensors.",
-                why="the model is called with the names of its inputs, and each must have a row for each example.",
-                fix=A_DICT,
-            )
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        if not tensors:
-            raise _bad_collator(self.name, f"returned no torch tensor, only {list(batch)}")
-        for name, tensor in tensors.items():
-            if tensor.dim() == 0:
-                raise _bad_collator(self.name, f"returned the single number {name!r} for {len(examples)} examples")
-            if tensor.shape[0] != len(examples):
-                raise _bad_collator(
-                    self.name, f"returned {name!r} of shape {tuple(tensor.shape)} for {len(examples)} examples"
-                )
+        refuse_other_than_rows(self.name, batch, len(examples))
         if unlike:
             refuse_changed(self.name, self._alone, unlike, batch, draws=global_state() != before)
         return batch
-
-
-def _refuse_packing(collate: Any) -> None:
-    while collate is not None:
-        names = [kind.__name__ for kind in type(collate).__mro__]
-        if "DataCollatorWithFlattening" in names or getattr(collate, "padding_free", False):
-            raise _bad_collator(_name(collate), "puts several examples in one row")
-        # Trainer's column remover, among others, holds the user's collator under this name.
-        collate = getattr(collate, "data_collator", None)
-
-
-def _name(collate: Any) -> str:
-    """Of the user's collator."""
-    return str(getattr(collate, "__qualname__", type(collate).__qualname__))
-
-
-def _bad_collator(name: str, problem: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"the data collator {name} {problem}.",
-        why="each example's gradient is clipped on its own, so each must have its own row; packed or padding-free rows "
-        "and values shared between examples mix them.",
-        fix="use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', "
-        "without packing or padding_free, that returns tensors of shape (examples, ...) only. Several images of an "
-        "example are its row (examples, images, ...), for models that take them so; others take one each.",
-    )
 
 
 class Prepared:
