@@ -104,15 +104,15 @@ class Watch:
         """The backward pass, in which the uses hand on their factors."""
         self.is_final = True
         self.are_in_full = are_in_full(losses.device)
-        losses.sum().backward()
+        losses.backward(torch.ones_like(losses))
 
     def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward pass of an attached model: the losses (B,), with their graph."""
         self.reader.begin(v for v in batch.values() if isinstance(v, Tensor))
         with torch.enable_grad():
             losses = loss_fn(model, batch)
-        refuse_constant(losses, self.uses, self.batch_size)
-        check_losses(losses, self.batch_size)
+            refuse_constant(losses, self.uses, self.batch_size)
+            check_losses(losses, self.batch_size)
         return losses
 
     @contextmanager

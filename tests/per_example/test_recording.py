@@ -113,6 +113,18 @@ def test_norm_and_sum_come_from_the_same_dropout_mask(checkpointing: bool | None
 
 
 @pytest.mark.slow
+def test_it_needs_no_gradients_switched_on() -> None:
+    model, batch = nn.Linear(3, 2), {"x": torch.randn(4, 3)}
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        return model(batch["x"]).square().sum(1)
+
+    expected = record(model, losses, batch).weighted_sum(torch.ones(4))
+    with torch.no_grad():
+        found = record(model, losses, batch, certificate=preflight(model, losses, batch)).weighted_sum(torch.ones(4))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_nothing_accumulates_over_recordings() -> None:
     import gc
 
