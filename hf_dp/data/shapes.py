@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 def shape_of(rows: Sequence[Any], batch: Mapping[str, Any]) -> Shape:
     """Of `rows`, and the `batch` that a collator made of them alone."""
-    tensors = dict(_tensors(batch))
+    tensors = _tensors(batch)
     sizes = frozenset((name, tuple(value.shape[1:])) for name, value in tensors.items())
     # Of what computes fewer places from many (frames of samples), each number shown may hide another number of these.
     is_counted = any(value.is_floating_point() and value.dim() > 1 and "mask" not in n for n, value in tensors.items())
@@ -60,14 +60,8 @@ def shape_of(rows: Sequence[Any], batch: Mapping[str, Any]) -> Shape:
     return Shape(sizes, frozenset(marks))
 
 
-def _tensors(batch: Mapping[str, Any], of: str = "") -> list[tuple[str, Tensor]]:
-    found = list[tuple[str, Tensor]]()
-    for name, value in batch.items():
-        if isinstance(value, Mapping):
-            found += _tensors(value, f"{of}{name}.")
-        elif isinstance(value, Tensor):
-            found.append((f"{of}{name}", value))
-    return found
+def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
 
 def refuse_other_sizes(collator: str, of_each: Shape, batch: Mapping[str, Any]) -> None:
@@ -78,7 +72,7 @@ def refuse_other_sizes(collator: str, of_each: Shape, batch: Mapping[str, Any]) 
         of_each: the shape that all examples in it have.
         batch: what the collator made of them.
     """
-    own, together = dict(of_each.sizes), {name: tuple(value.shape[1:]) for name, value in _tensors(batch)}
+    own, together = dict(of_each.sizes), {name: tuple(value.shape[1:]) for name, value in _tensors(batch).items()}
     unlike = sorted(name for name in {**own, **together} if own.get(name) != together.get(name))
     if unlike:
         raise ConfigurationError(

@@ -21,9 +21,7 @@ def widths_of(batch: Mapping[str, Any]) -> Widths:
     """Of what a collator made of one row or several."""
     found: Widths = {}
     for name, value in batch.items():
-        if isinstance(value, Mapping):
-            found.update({(f"{name}.{inner}", axis): n for (inner, axis), n in widths_of(value).items()})
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             found.update({(name, axis): n for axis, n in enumerate(value.shape[1:])})
             if value.dim() in (2, 3) and value.numel() and name.endswith("mask"):
                 shown = value.ne(0)

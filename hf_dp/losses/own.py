@@ -21,6 +21,8 @@ from hf_dp.losses.tokens import token_losses
 COMPARED = 3
 # How far the model's own loss may be off, in its own precision.
 _SAME = 1e-2
+# The same of a mean and its own summands, if they are of no fewer bits; and so many batches are tried for it.
+_MEANS, _TRIED = 1e-4, 8
 # What adapters call the weight of a term that they add.
 _ADDED = re.compile("(reg|regulari[sz]ation|aux|auxiliary_loss)_(weight|coef|alpha)")
 
@@ -48,7 +50,7 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
     compared, is_left_out = 0, left_out(model, batch)
     for i, ours in enumerate(losses(kinds, batch).tolist()):
         if compared == COMPARED:
-            return
+            break
         if is_left_out is not None and bool(is_left_out[i]):
             continue
         one = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in batch.items()}
@@ -73,6 +75,34 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
                 f"the per-example loss of its kind ({loss_kind(model)}) is {ours:.6g}. {probable}",
                 why="it would be trained for something else than what it was made for.",
                 fix=f"{fix}; or say what each example's loss is: {SAY_IT} (docs/extending.md has one).",
+            )
+    kept = {k: v if is_left_out is None or not isinstance(v, Tensor) else v[~is_left_out] for k, v in batch.items()}
+    _refuse_weights_of_classes(model, kept, lambda of, few: losses(kinds if of is None else of, few))
+
+
+def _refuse_weights_of_classes(model: nn.Module, batch: Mapping[str, Any], losses: Callable[[Any, Any], Any]) -> None:
+    """Refuses a loss that weighs classes: of one example with one label no weight is seen, since its mean is that.
+
+    Tried are the first classes, in place of the labels of the batch, which may all be of one class.
+    """
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.dim() != 1 or len(labels) < 2 or labels.is_floating_point():
+        return
+    logits = losses(logits_of, {name: value for name, value in batch.items() if name != "labels"})
+    classes, size = (logits.shape[-1] if logits.dim() == 2 else 1), len(labels)
+    for begin in range(0, classes - 1, size - 1)[:_TRIED]:
+        wanted = torch.arange(begin, begin + size, device=labels.device).remainder(classes).to(labels.dtype)
+        few = {**batch, "labels": wanted}
+        own, ours = losses(_own_loss, few), losses(None, few)
+        mean, off = float(ours.double().mean()), 4 * torch.finfo(logits.dtype).eps
+        if own is not None and bool(own.isfinite()) and abs(float(own) - mean) > max(_MEANS, off) * max(1.0, abs(mean)):
+            raise UnsupportedModelError(
+                f"{type(base_model(model)).__name__} returns {float(own):.6g} as its loss of {size} examples of other "
+                f"classes; the mean of their per-example losses ({loss_kind(model)}) is {mean:.6g}. Its forward "
+                "probably weighs classes.",
+                why="it would be trained without these weights.",
+                fix=f"use a model whose forward computes that, or say what each example's loss is: {SAY_IT}: "
+                "F.cross_entropy(logits, labels, weight=weight, reduction='none'), for example.",
             )
 
 

@@ -124,18 +124,15 @@ FLOAT = torch.finfo(torch.float32).min
         "places that see all",
     ],
 )
-@pytest.mark.parametrize("within", [None, "text"])
-def test_what_models_decide_by_for_all_rows(name: str, one: Tensor, other: Tensor, within: str | None) -> None:
+def test_what_models_decide_by_for_all_rows(name: str, one: Tensor, other: Tensor) -> None:
     """A mask that hides nothing is left out by models, and positions tell whether any row holds several texts."""
 
-    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
-        batch = {name: torch.stack([row["value"] for row in rows]), "ids": torch.ones(len(rows), 4)}
-        return batch if within is None else {within: batch, "labels": torch.zeros(len(rows))}
+    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.stack([row["value"] for row in rows]), "ids": torch.ones(len(rows), 4)}
 
     split = LogicalBatchCollator(4, collate, equal_widths=True)
     batches = split([{"value": value} for value in (one, other, one)])["micro_batches"]
-    masks = [(batch if within is None else batch[within])[name] for batch in batches]
-    assert [mask.tolist() for mask in masks] == [torch.stack([one, one]).tolist(), other[None].tolist()]
+    assert [batch[name].tolist() for batch in batches] == [torch.stack([one, one]).tolist(), other[None].tolist()]
 
 
 def test_a_column_that_is_padded_without_a_mask() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2DoubleHeadsModel
+from transformers import BertForSequenceClassification, GPT2DoubleHeadsModel
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
@@ -51,6 +51,29 @@ def test_a_model_whose_own_loss_is_another_is_refused() -> None:
     model = tiny("bart", "causal_lm")
     with pytest.raises(UnsupportedModelError, match="BartForCausalLM returns .* as its loss of one example"):
         check_own_loss(model, text_batch("causal_lm"))
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2], [1, 1, 1]])
+def test_weights_of_classes_in_a_models_own_loss_are_refused(labels: list[int]) -> None:
+    """Of one example the weighted mean is its loss."""
+
+    class Weighted(BertForSequenceClassification):
+        weight: Tensor | None = None
+
+        def forward(self, labels: Any = None, **inputs: Any) -> Any:
+            found = super().forward(**inputs)
+            if labels is not None:
+                found.loss = F.cross_entropy(found.logits, labels, weight=self.weight)
+            return found
+
+    model = Weighted(tiny("bert", "sequence").config).double()
+    batch = {**text_batch("sequence"), "labels": torch.tensor(labels)}
+    check_own_loss(model, batch)
+    model.weight = torch.ones(model.config.num_labels, dtype=torch.float64)
+    check_own_loss(model, batch)
+    model.weight[-1] = 50
+    with pytest.raises(UnsupportedModelError, match=r"(?s)probably weighs classes.*weight=weight, reduction='none'"):
+        check_own_loss(model, batch)
 
 
 def hint_for(model: Any) -> str:

@@ -16,12 +16,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import hf_dp.per_example.checks.values as _values
 from hf_dp.per_example.checks.values import BIG, COPIED, NOTHING, SCALARS, SERIES, copied, copied_within, refill, same
 
 Place = tuple[str, Any]
 # Their objects are looked at by other means, or are none of what a user's own loss writes.
 _LIBRARIES = {"hf_dp", "torch", "transformers", "peft", "accelerate", "trl", "datasets", "tokenizers", "numpy"}
-_OF_MODULES = frozenset(vars(nn.Module()))
 _OF_NAMES = (dict, types.SimpleNamespace, UserDict, UserList, types.MethodType, types.FunctionType)
 # Data are looked at by other means, and hold files that are open.
 _NO_OBJECT = (type, nn.Module, types.BuiltinFunctionType, types.ModuleType, Dataset)
@@ -159,7 +159,7 @@ def _held_by(holder: Any) -> list[tuple[Any, Any, int]]:
         role = _roles.get(type(value))
         if role is None:
             role = role_of(value)
-        if role and (name not in _OF_MODULES or ("hooks" in name and value)):
+        if role and (name not in _values.OF_MODULES or (_values.are_hooks(name) and value)):
             found.append((name, value, role))
     return found
 
@@ -251,7 +251,7 @@ def beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:
     unregistered = (
         (f"{path}.{name}".lstrip("."), module)
         for path, owner in model.named_modules()
-        for name, module in _modules({name: value for name, value in vars(owner).items() if name not in _OF_MODULES})
+        for name, module in _modules({n: v for n, v in vars(owner).items() if n not in _values.OF_MODULES})
     )
     for name, holder in chain(computing(loss), unregistered):
         if not isinstance(holder, nn.Module):

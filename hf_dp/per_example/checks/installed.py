@@ -16,6 +16,8 @@ import hf_dp.ranks as ranks
 logger = logging.getLogger(__name__)
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_THEIRS = ("transformers", "peft")
+_ASKING = (".<locals>.make_inputs_require_grads", ".<locals>.make_inputs_require_grad")
 _OF_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
 
@@ -51,7 +53,17 @@ def _installed(model: nn.Module) -> Iterator[Any]:
         # Not asked of the class, whose attribute may make another object each time.
         yield inspect.getattr_static(type(module), "forward", None)
         for name in _HOOKS:
-            yield from own[name].values()
+            hooks = list(map(_known, own[name].values()))
+            yield from (hook for hook in hooks if not isinstance(hook, str))
+            yield from sorted({hook for hook in hooks if isinstance(hook, str)})
+
+
+def _known(hook: Any) -> Any:
+    """A hook, or the name of one that is hooked once more each time that checkpointing is switched on, as TRL does for
+    each step: it asks for gradients of embeddings, however often."""
+    name = getattr(hook, "__qualname__", "")
+    is_theirs = str(getattr(hook, "__module__", "")).partition(".")[0] in _THEIRS
+    return name if is_theirs and name.endswith(_ASKING) else hook
 
 
 def _is(now: Any, before: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
-from hf_dp.per_example.checks.values import equal
+from hf_dp.per_example.checks.values import HOOKS_NOTED, equal
 from hf_dp.per_example.sharding import named_modules
 
 _Attributes = list[tuple[str, Any, dict[str, Any]]]
@@ -19,8 +19,7 @@ _PLAIN = (str, bool, int, float, type(None), tuple, Tensor)
 # Of configurations these count as well: they are saved.
 _SAVED = (list, dict, set)
 _CONFIGURATIONS = ("config", "generation_config")
-# What Transformers notes of hooks that it has put into a model by itself, and which stay there.
-_NO_STATE = ("training", "_output_capturing_hooks_installed")
+_NO_STATE = ("training", HOOKS_NOTED)
 
 
 @contextmanager

@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 NOTHING = object()
 # What is too large to be copied before and after each step. It is the same as anything.
 BIG = object()
 SCALARS = (int, float, complex, str, bytes, type(None), np.generic)
 SERIES = (tuple, list, deque)
+# What Transformers notes of hooks that it has put into a model by itself, for states of layers. They stay there, and
+# without it the next pass that is asked for such states would put in others, which note each state once more.
+HOOKS_NOTED = "_output_capturing_hooks_installed"
+# Attributes of modules that are looked at by other means, or not at all.
+OF_MODULES = frozenset({*vars(nn.Module()), HOOKS_NOTED})
 _SETS = (set, frozenset)
 _PLAIN = frozenset({int, float, bool, str, type(None)})
 COPIED = (*SERIES, *_SETS, bytearray, Tensor, np.ndarray)
@@ -161,3 +166,8 @@ def _of_kind(value: Any, items: Any) -> Any:
         return deque(items, value.maxlen)
     make = getattr(value, "_make", type(value) if type(value) in (tuple, list, set) else None)
     return (tuple(items) if isinstance(value, tuple) else list(items)) if make is None else make(items)
+
+
+def are_hooks(name: Any) -> bool:
+    """Whether an attribute of a module of this name, of those that each has, holds hooks."""
+    return "hooks" in name and name != HOOKS_NOTED
