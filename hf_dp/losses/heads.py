@@ -58,17 +58,22 @@ def ctc_losses(base: Any, inputs: Mapping[str, Any], logits: Tensor, labels: Ten
     lengths = base._get_feat_extract_output_lengths(mask.sum(-1)).long()
     counted = labels.ge(0)
     targets = labels.gather(1, counted.logical_not().long().argsort(stable=True, dim=1)).clamp_min(0)
+    beyond, last = targets.ge(logits.shape[-1]), logits.shape[-1] - 1
+    # torch reads whatever lies there. A GPU would have to be waited for: the loss is no number there.
+    if logits.device.type == "cpu" and bool(beyond.any()):
+        raise IndexError(f"Target {int(targets.max())} is out of bounds: labels are below vocab_size={last + 1}.")
     log_probabilities = logits.log_softmax(-1).transpose(0, 1)
     with torch.backends.cudnn.flags(enabled=False):
         losses = F.ctc_loss(
             log_probabilities,
-            targets,
+            targets.clamp_max(last),
             lengths,
             counted.sum(1),
             blank=base.config.pad_token_id,
             reduction="none",
             zero_infinity=base.config.ctc_zero_infinity,
         )
+    losses = losses.masked_fill(beyond.any(1), torch.nan)
     return losses / counted.sum(1).clamp_min(1) if base.config.ctc_loss_reduction == "mean" else losses
 
 

@@ -63,6 +63,16 @@ def test_equals_the_models_own_loss(name: str, head: str) -> None:
     assert_own(tiny(name, head), batches_of(name, head)(3, 7, torch.float64))
 
 
+def test_a_token_beyond_the_vocabulary_is_no_label_of_ctc() -> None:
+    """torch reads whatever lies there, or what is not the process's."""
+    model, batch = tiny("wav2vec2", "ctc"), batches_of("wav2vec2", "ctc")(3, 900, torch.float64)
+    batch["labels"][1, 0] = model.config.vocab_size - 1
+    assert bool(per_example_losses(model, batch).isfinite().all())
+    batch["labels"][1, 0] = model.config.vocab_size
+    with pytest.raises(IndexError, match=f"Target {model.config.vocab_size} is out of bounds"):
+        per_example_losses(model, batch)
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("with_mask", [True, False])
 @pytest.mark.parametrize("name", ["wav2vec2", pytest.param("hubert", marks=pytest.mark.slow)])

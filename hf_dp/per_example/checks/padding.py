@@ -87,9 +87,11 @@ def check_padding(
 
     def drawn(prepare: Callable[[Batch], Batch]) -> tuple[Batch, Iterator[list[Batch]]]:
         """All together; and each one alone, in the versions that it may have of what cannot be drawn again."""
+        before = global_state()
         together, again = collated(examples), collated(examples)
         is_random = any(isinstance(v, Tensor) and not torch.equal(v, again[k]) for k, v in together.items())
-        before, together = global_state(), prepare(together)
+        together = prepare(together)
+        # Of few tokens two choices may be the same.
         is_random |= global_state() != before
         singles = (prepare(collated([example])) for example in examples[:number])
         return together, (
