@@ -327,6 +327,18 @@ def test_checkpoints_that_are_computed_again_under_autocast() -> None:
     assert model.is_gradient_checkpointing
 
 
+def test_a_collator_that_draws_the_same_twice_is_random_all_the_same() -> None:
+    """Of a row of few tokens most often nothing is masked."""
+    calls = itertools.count()
+
+    def masked(rows: list[list[int]]) -> dict[str, Tensor]:
+        batch, _ = collator()(rows), torch.rand(1)
+        hidden = batch["labels"].ne(-100) & (next(calls) > 1)
+        return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 1)}
+
+    check_padding(tiny("roberta", "masked_lm", torch.float32), per_example_losses, TEXTS, masked)
+
+
 @pytest.mark.slow
 def test_a_collator_that_masks_at_random() -> None:
     def masked(side: str) -> Collate:
