@@ -25,6 +25,8 @@ os.environ["MKL_NUM_THREADS"] = "1"
 import pytest
 from hypothesis import settings
 
+from tests.few import leave_few
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # What tests leave in circles is little, and looking for it after each 700 objects takes 2 % of their time.
@@ -37,8 +39,10 @@ settings.load_profile("hf_dp")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share processes come first, so that of many workers one alone starts some."""
+    """Tests that share processes come first, so that of many workers one alone starts some; and of cases that are
+    marked `few` the others are slow."""
     items.sort(key=lambda item: "distributed" not in item.path.parts)
+    leave_few(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,6 +30,7 @@ def over_one_another(figure: Figure) -> list[str]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("which", "panels"), [(0, 7), (1, 3)])
 def test_every_table_is_drawn_and_its_labels_can_be_read(which: int, panels: int, script: ModuleType) -> None:
     page, heading, what, _, *how = script.DRAWN[which]

@@ -54,6 +54,7 @@ def exact_epsilon(q, noise, steps, delta, *, furthest=200.0, apart=0.03):
     return optimize.brentq(excess, 1e-3, chernoff(math.log(order)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("q", "noise", "steps", "delta"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (2 <= i <= 3)) for i, case in enumerate(CASES)],

@@ -163,6 +163,7 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
         risk(dp.LaplaceDpEvent(1.0))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("q", "sigma", "steps"), [(1.0, 2.0, 4), (0.05, 0.8, 40), (0.2, 1.0, 20)])
 def test_it_is_what_another_library_finds(q: float, sigma: float, steps: int) -> None:
     """riskcal (Kulynych et al. 2024, arXiv:2407.02191), from a distribution that dp_accounting has composed."""

@@ -34,6 +34,7 @@ def test_it_is_the_smallest_that_keeps_the_budget(spent: dp.DpEvent | None) -> N
     assert found(noise * 0.997) > 0.05 >= found(noise)
 
 
+@pytest.mark.slow
 def test_other_releases_are_paid_for_from_the_same_budget() -> None:
     def step(noise: float) -> dp.DpEvent:
         sampling = PoissonSampling(probability=0.2, expected_batch_size=120)

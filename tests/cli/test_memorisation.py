@@ -98,6 +98,7 @@ def test_models_stand_beside_one_another_and_their_claims(folder: Path, tmp_path
     assert json.loads(strict.stdout)["models"][str(models[0])]["secrets"] is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("of", "changed", "words"), [("plain", True, "does not verify"), ("reproducible", False, "not private")]
 )

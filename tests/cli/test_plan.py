@@ -181,6 +181,7 @@ def test_examples_are_steps_times_batch():
     assert plan["proposed"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [pytest.param(["--epsilon", "3"], marks=pytest.mark.slow), ["--noise", "1"]])
 def test_the_plan_is_drawn(tmp_path, asked, monkeypatch):
     monkeypatch.setattr(plot, "_POINTS", 3)  # each takes a second

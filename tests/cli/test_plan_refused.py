@@ -5,6 +5,7 @@ import pytest
 from tests.cli.typed import BASE, TINY, invoke
 
 
+@pytest.mark.few(35)
 @pytest.mark.parametrize(
     ("args", "named"),
     [

@@ -192,6 +192,7 @@ def test_a_bug_in_a_recipe_keeps_its_traceback(recipe):
     assert isinstance(invoke("--traceback", recipe, "--missing").exception, FileNotFoundError)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -73,6 +73,7 @@ class Rare(DPTrainer):
         return losses * 2 if inputs["labels"].eq(2).any() else losses
 
 
+@pytest.mark.slow
 @pytest.mark.checked_anew
 def test_failure_73_a_label_that_one_row_has_is_seen_on_devices_where_none_is_guessed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

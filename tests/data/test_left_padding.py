@@ -37,6 +37,7 @@ def sum_over_single_rows(model: nn.Module, data: Rows) -> dict[str, Tensor]:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_known"),
     [

@@ -248,12 +248,14 @@ def noisy_by_the_loudest(rows: Rows) -> dict[str, Tensor]:
     return {"input_values": torch.nn.utils.rnn.pad_sequence(noisy, batch_first=True)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("collate", [masked_by_width, masked_by_width_on_the_left, noisy_by_the_loudest])
 def test_failure_29_what_depends_on_how_far_a_row_is_padded(collate: Callable[[Rows], dict[str, Tensor]]) -> None:
     with pytest.raises(ConfigurationError, match="chooses otherwise for an example when a longer one is beside it"):
         check_collator(LogicalBatchCollator(4, collate), texts())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("collate", [padded, stacked, cropped_each, masked, whole_words_masked, spans_masked])
 def test_rows_that_are_made_one_by_one_are_accepted(collate: Callable[[Rows], dict[str, Tensor]]) -> None:
     rows = images() if collate in (stacked, cropped_each) else texts()
@@ -275,6 +277,7 @@ def test_a_generator_of_ones_own_is_refused() -> None:
         check_collator(LogicalBatchCollator(4, seeded), texts())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
 def test_failure_29_a_share_of_the_rows_that_is_drawn_for_all_together(share: float) -> None:
     def dropped(rows: Rows) -> dict[str, Tensor]:

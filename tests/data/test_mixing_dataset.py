@@ -268,6 +268,7 @@ def transformed(is_kept: bool) -> datasets.Dataset:
     return datasets.Dataset.from_list(ROWS).with_transform(transform)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("case", OF_A_STREAM)
 @pytest.mark.parametrize(
     "form", [lambda row: row, lambda row: Example(row["input_ids"]), lambda row: tuple(row.values())]

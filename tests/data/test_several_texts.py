@@ -41,6 +41,7 @@ def test_rows_of_several_texts_are_told_by_positions_or_numbers(
     assert packed_by({name: torch.zeros(2, 3, 5)}) is None
 
 
+@pytest.mark.slow
 def test_a_collator_that_brings_them_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def packed(examples: Rows) -> dict[str, torch.Tensor]:
         batch = pad(examples)

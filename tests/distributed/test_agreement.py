@@ -115,6 +115,7 @@ def test_no_file_holds_the_secret(tmp_path: Path, pair: Gang) -> None:
     assert pair.run(secrets_in_files, str(tmp_path)) == [[], []]
 
 
+@pytest.mark.slow
 def test_saved_generators_have_seen_no_secret(tmp_path: Path, pair: Gang) -> None:
     """Twice the same, although dropout and draws were not."""
     once, again = (pair.run(generators_in_checkpoint, str(tmp_path / name)) for name in ("one", "two"))

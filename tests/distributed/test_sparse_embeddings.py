@@ -45,6 +45,7 @@ def each_once(*values: Sequence[Any]) -> list[Any]:
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("method", "optimizer"), each_once([*METHODS], ["sgd", "row_wise_adam"]))
 @pytest.mark.parametrize("name", [pytest.param("one table", marks=pytest.mark.slow), "several tables"])
 def test_without_noise_two_processes_agree_with_one(

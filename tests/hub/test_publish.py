@@ -130,6 +130,7 @@ def test_a_log_that_lies_in_the_output_directory_stays_there(hub: Hub, tmp_path:
     assert verify(NAME).private
 
 
+@pytest.mark.slow
 def test_a_path_that_peft_writes_is_said_before_it_goes_up(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,6 +201,7 @@ def test_a_merged_model_takes_the_place_of_the_adapter_that_was_pushed_before(hu
     assert torch.equal(logits(AutoModelForSequenceClassification.from_pretrained(NAME)), logits(run.model))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -253,6 +255,7 @@ def test_a_private_repository_needs_its_token(hub: Hub, trained: Any, monkeypatc
     assert load_report(NAME, token=READER).steps == 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("failing", "answer"),
     [

@@ -32,6 +32,7 @@ def test_what_is_no_place_is_refused(hub: Hub) -> None:
         load_report("someone/nothing")
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("command", ["report", "verify"])
 @pytest.mark.parametrize(
     "arguments",

@@ -242,6 +242,7 @@ def test_a_split_or_configuration_is_named_after_a_colon(named, part):
     assert len(read_rows("someone/questions::test", split="train", columns=())) == 12
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -103,6 +103,7 @@ def test_what_lies_beside_a_corpus_would_be_loaded_with_it(copy: Path) -> None:
         (folder / name).unlink()
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize(
     "name",
     ["_evil.py", "chat_template.jinja", "added_tokens.json", "special_tokens_map.json", "tokenizer.json", "vocab.txt",

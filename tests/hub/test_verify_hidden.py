@@ -52,6 +52,7 @@ AROUND: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("case", AROUND)
 def test_a_privacy_section_that_nobody_sees_is_noticed(copy: Path, case: str) -> None:
     before, behind = AROUND[case]

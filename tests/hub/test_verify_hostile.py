@@ -49,6 +49,7 @@ def deep_event(n: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return change
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -150,6 +150,7 @@ def test_numbers_that_nothing_can_be_computed_with_are_refused(copy: Path, chang
     assert "What to do:" in said.stderr
 
 
+@pytest.mark.slow
 def test_steps_that_are_as_good_as_never_drawn_prove_no_claim(copy: Path) -> None:
     in_record("ledger", "entries", 0, "event", "sampling_probability", to=5e-324)(copy)
     said = invoke("verify", str(copy))

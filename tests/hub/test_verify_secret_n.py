@@ -91,6 +91,7 @@ def test_what_is_changed_is_noticed(mine: Path, changes: list[Change], words: st
     assert words in failed(mine)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -28,6 +28,7 @@ SAVED = Path(__file__).parent / "version1"
 NOT_PRIVATE = {"reproducible", "no_noise"}
 
 
+@pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore:noise_multiplier=0")
 @pytest.mark.parametrize("name", sorted(path.name for path in SAVED.iterdir()))
 def test_a_record_of_version_1_verifies(name: str) -> None:
@@ -49,6 +50,7 @@ def numbers(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path] if isinstance(value, (int, float)) else []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["re_attention", "fest", "adafest"])
 def test_any_number_that_is_changed_is_noticed(tmp_path: Path, name: str) -> None:
     copy = Path(shutil.copytree(SAVED / name, tmp_path / "copy"))
@@ -93,6 +95,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [

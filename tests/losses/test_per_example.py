@@ -73,6 +73,7 @@ def test_a_token_beyond_the_vocabulary_is_no_label_of_ctc() -> None:
         per_example_losses(model, batch)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("with_mask", [True, False])
 @pytest.mark.parametrize("name", ["wav2vec2", pytest.param("hubert", marks=pytest.mark.slow)])

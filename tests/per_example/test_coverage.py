@@ -72,12 +72,14 @@ def assert_as_expected(result: str, refused: bool) -> None:
     assert result.startswith("refused: " if refused else ("exact ", "within ")), result
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", cases(architectures.CONFIGS))
 def test_architectures(name: str) -> None:
     """With their first head; `test_every_case` has all of them."""
     assert_as_expected(coverage.judge_head(name, architectures.HEADS[name][0], QUICK), name in REFUSED)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", cases(zoo.ADAPTERS))
 def test_adapters(method: str) -> None:
     """In one layer, where layers share nothing; `test_every_case` has two of each."""
@@ -85,6 +87,7 @@ def test_adapters(method: str) -> None:
     assert_as_expected(coverage.judge_adapter(method, QUICK, **layers), method in REFUSED_ADAPTERS)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "model"), cases((name, model) for name in coverage.SETTING for model in coverage.MODELS)
 )

@@ -200,6 +200,7 @@ def adapted(name: str, head: str, **options: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "head", "options"),
     [

@@ -89,6 +89,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 AS_FACTORS_ALONE = {"gpt2, checkpointed", "vit", "mamba", "mixtral"}
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("name", "length", "owners"),
     [

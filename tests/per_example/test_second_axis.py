@@ -63,6 +63,7 @@ _MODELS: dict[str, Small] = {
 }
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize("size", [1, 3, 4, 5])
 @pytest.mark.parametrize("name", _MODELS)
 def test_exact(name: str, size: int) -> None:

@@ -48,6 +48,7 @@ def any_masked_directory(request, masked_directory, tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_label_scores_the_mean_logit_of_its_tokens_at_the_mask(
     method, infilling, any_masked_directory, questions_directory

@@ -103,6 +103,7 @@ def test_a_pretrained_language_model_on_rows(method, train, questions_directory,
     assert (out / ("adapter_model.safetensors" if method == "lora" else "model.safetensors")).exists()
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("recipe", "flags", "words"),
     [

@@ -133,6 +133,7 @@ def test_adapters_on_a_model_from_a_folder_and_public_frequencies(
     assert not verify(tmp_path / "out" / "corpus_not_private").private
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -82,6 +82,7 @@ def in_pairs(n: int, expected: int) -> np.ndarray:
     return halves.repeat(2, axis=1)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("check", [check for check in CHECKS if check.__name__ != "inclusion_p"])
 @pytest.mark.parametrize(("n", "expected"), [(240, 12), (240, 72), (240, 120)])
 @pytest.mark.parametrize("factor", [2 / 3, 3 / 2])

@@ -137,6 +137,7 @@ def test_the_probabilities_are_those_of_all_draws() -> None:
     assert one.kept == pytest.approx(kept / full, rel=1e-12)
 
 
+@pytest.mark.few(1)
 @needs_the_event
 @pytest.mark.parametrize(
     ("noise", "q", "most"), [(1.0, 0.01, 30), pytest.param(0.7, 0.05, 60, marks=pytest.mark.slow), (2.0, 0.5, 530)]

@@ -151,6 +151,7 @@ KINDS: dict[str, dict[str, Any]] = {
 SIZES = [(1.0, 1e-3), (1e2, 1e-4), (1e3, 1e-5), (1e6, 1e-3), (3e9, 1e-3)]
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("recorded", [in_one_pass, in_two_passes])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("beside", sorted(BESIDE))

@@ -210,6 +210,7 @@ def test_failure_14_nan_and_inf_leave_others_bit_identical(bad: float, dtype: to
     assert not any(bool(v.any()) for v in of_example(poisoned, 1, 0.5).values())
 
 
+@pytest.mark.few(1)
 @settings(max_examples=15)
 @given(extra=st.integers(1, 9))
 @pytest.mark.parametrize("head", ["causal_lm", "sequence", pytest.param("token", marks=pytest.mark.slow)])

@@ -104,6 +104,7 @@ def hooked_late(model: Any, optimizer: Any) -> None:
     inner.register_step_pre_hook(add)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "act",
     [backward, graph, replaced, in_place, moved, removed, clipped, thawed, another_group, closure, hooked_late],

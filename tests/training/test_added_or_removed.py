@@ -64,6 +64,7 @@ def drawn(trainer: Any) -> list[list[int]]:
     return [sampler.draw(step) for step in range(STEPS)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("own", [OWN, GIVEN], ids=["probability", "size"])
 def test_of_two_datasets_that_differ_by_one_row_nothing_differs_but_the_sums(
     tmp_path: Path, own: dict[str, Any]

@@ -80,6 +80,7 @@ def a_step_counted_by_hand(model: Any, run: Any, optimizer: Any, batches: Any) -
     run.global_step = 0
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("misuse", "words"),
     [

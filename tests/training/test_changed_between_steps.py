@@ -159,6 +159,7 @@ def test_a_method_that_is_hooked_in_each_step_is_checked_once(tmp_path: Path, mo
     assert len(checked) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.checked_anew
 def test_after_a_refusal_in_the_middle_steps_are_asked_what_they_were_asked(tmp_path: Path) -> None:
     trainer = make(tmp_path, max_steps=1)

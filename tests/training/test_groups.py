@@ -53,6 +53,7 @@ def test_weights_are_those_of_kept_factors(case: str, tmp_path: Path, monkeypatc
     assert dropped.privacy_report() == kept.privacy_report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "groups",

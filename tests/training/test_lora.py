@@ -111,6 +111,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("order", "name"),
     [
@@ -130,6 +131,7 @@ def test_failure_18_the_adapter_moves_in_any_order_of_wrapping_and_casting(
     assert delta(model) > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), lambda m: m.to(torch.float64), moved])
 def test_failure_18_the_adapter_moves_though_the_model_is_cast_or_moved_after_the_trainer_was_made(
     tmp_path: Path, change: Callable[[Any], Any]
@@ -177,6 +179,7 @@ def test_modules_to_save_are_trained_saved_and_loaded(tmp_path: Path) -> None:
         assert torch.allclose(model(**batch).logits, again(**batch).logits, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_adapter_resumes(tmp_path: Path) -> None:
     def run(path: Path) -> Any:
         return make(path, adapted(classifier()), save_strategy="steps", save_steps=2)

@@ -119,6 +119,7 @@ def misuse_no_output_dir(model: Any, run: Any, optimizer: Any, batches: Any, bat
     run.save_checkpoint()
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("misuse", "words"),
     [
@@ -186,6 +187,7 @@ def test_what_does_no_harm_changes_nothing() -> None:
     assert same(*found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["between", "saving", "new"])
 def test_failure_76_statistics_that_a_loop_writes_into_saved_buffers(what: str, tmp_path: Path) -> None:
     model = classifier()

@@ -89,6 +89,7 @@ def test_failure_14_a_nan_pixel_ruins_one_example_only(tmp_path: Path) -> None:
     assert [entry["non_finite_examples"] for entry in trainer.state.log_history if "loss" in entry] == [1, 1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("norm", [1e-6, 1.0, 1e6])
 def test_any_clipping_norm_bounds_the_step(tmp_path: Path, norm: float) -> None:
     with pytest.warns(UserWarning, match="not private"):

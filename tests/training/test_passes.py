@@ -93,6 +93,7 @@ def longer_in_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes.TakenWatch, "_keep", keep)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sabotage", "when"),
     [

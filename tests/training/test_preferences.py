@@ -99,6 +99,7 @@ def test_the_clipped_sum_is_that_of_single_pairs_under_trls_own_loss(tmp_path: P
     assert_step_is_that_of_single_pairs(tmp_path, (trl.DPOTrainer, DPDPOTrainer), **parts)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("loss", sorted(PREFERENCE_LOSSES))
 def test_every_loss_of_a_pair_is_trls_loss_of_that_pair(losses_of: Any, loss: str) -> None:
     ours, trls = losses_of(loss, [1.0])
@@ -143,6 +144,7 @@ def test_each_kind_of_reference(tmp_path: Path, kind: str) -> None:
     assert_step_is_that_of_single_pairs(tmp_path, (trl.DPOTrainer, DPDPOTrainer), beta=0.5, **parts)
 
 
+@pytest.mark.slow
 def test_rewards(tmp_path: Path) -> None:
     kinds = (trl.RewardTrainer, DPRewardTrainer)
     margins = pairs().add_column("margin", [0.1 * i for i in range(ROWS)])

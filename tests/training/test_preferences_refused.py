@@ -107,6 +107,7 @@ def test_trainers_of_trl_with_losses_of_their_own_are_told_which_are_known(tmp_p
     make_one(Own)
 
 
+@pytest.mark.slow
 def test_another_loss_than_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PREFERENCE_LOSSES, "sigmoid", PREFERENCE_LOSSES["hinge"])
     with pytest.raises(UnsupportedModelError, match="DPOTrainer computes .* as its loss of one pair"):

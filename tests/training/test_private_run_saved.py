@@ -73,6 +73,7 @@ def with_changed_weights(path: Path) -> None:
     resumed_with()(path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [True, False])
 @pytest.mark.parametrize("loop_of", ["Trainer", "own"])
 def test_other_parameters_frozen_than_before_are_refused(tmp_path: Path, loop_of: str, more: bool) -> None:

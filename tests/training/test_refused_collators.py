@@ -167,6 +167,7 @@ def test_failure_30_one_long_row_wherever_it_is(tmp_path: Path, where: int, kind
     refused(tmp_path, PreflightError, "in a batch", fnet(), at_once=False, **given)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "form", "length"),
     [

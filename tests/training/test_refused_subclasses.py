@@ -150,6 +150,7 @@ class AnotherModel(Trainer):
         return super()._inner_training_loop(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_no_step_is_of_another_model(tmp_path: Path) -> None:
     run = make(tmp_path, kind=type("Private", (DPTrainerMixin, AnotherModel), {}))
     with pytest.raises(ConfigurationError, match="is not the trainer's model"):
@@ -187,6 +188,7 @@ class ConstantLoss(DPTrainer):
         return torch.zeros(len(inputs["input_ids"]))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [

@@ -42,6 +42,7 @@ def test_what_a_type_checker_reads_is_what_the_installed_version_takes() -> None
     assert [one.arg for one in read.kwonlyargs] == list(OURS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [

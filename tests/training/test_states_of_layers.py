@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.training.workbench import classifier, exact, make, pad, rows
 
 
+@pytest.mark.slow
 def test_each_state_is_noted_once_though_the_check_before_the_first_step_asks_first(
     tmp_path: Path, caplog: Any
 ) -> None:

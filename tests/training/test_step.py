@@ -56,6 +56,7 @@ def plain_trajectory(model: nn.Module, optimizer: torch.optim.Optimizer, seed: i
     return points
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_torch"])
 def test_without_noise_and_clipping_it_is_an_ordinary_step(tmp_path: Path, optimizer: str) -> None:
     model, trajectory = classifier(torch.float64), Trajectory()
@@ -74,6 +75,7 @@ def test_without_noise_and_clipping_it_is_an_ordinary_step(tmp_path: Path, optim
     assert distance(truth[0], truth[-1]) > 1e-3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_failure_13_the_micro_batch_size_changes_neither_the_step_nor_its_cost(tmp_path: Path, micro: int) -> None:
     results = []
@@ -223,6 +225,7 @@ def test_failure_15_small_contributions_are_not_swallowed(tmp_path: Path) -> Non
     assert float((low - high).norm()) < 0.05 * float(high.norm())
 
 
+@pytest.mark.slow
 def test_failure_23_bf16_autocast_skips_no_step(tmp_path: Path) -> None:
     model = classifier()
     trainer = make(tmp_path, model, bf16=True)

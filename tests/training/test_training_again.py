@@ -42,6 +42,7 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 # --- training again ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_again_composes_under_given_noise(tmp_path: Path) -> None:
     trainer = trained(tmp_path)
     once = trainer.privacy_report().epsilon

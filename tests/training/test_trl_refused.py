@@ -121,6 +121,7 @@ def of_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     behind._warn_of_a_new_version.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "version", ["1.17.0.dev0", *(pytest.param(newer, marks=pytest.mark.slow) for newer in ("1.100.0", "2.0rc1"))]
 )

@@ -163,6 +163,7 @@ def test_what_would_wait_is_counted(x: Callable[[Tensor], object]) -> None:
     assert waits.found
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in _FAST else [pytest.mark.slow]) for kind in MODELS]

@@ -22,6 +22,7 @@ from tests.parts.re_attention.noisy import FAMILIES, FIDELITIES, NEWER, OF_EACH_
 from tests.zoo import text_batch, tiny, with_dropout
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "fidelity"),
     [

@@ -84,6 +84,7 @@ def test_withheld_logs_hold_no_corrections(tmp_path: Path) -> None:
     assert "all else that is logged" not in str(trainer.privacy_report().caveats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ["paper", pytest.param("accumulated", marks=pytest.mark.slow)])
 def test_resumed_it_releases_nothing_anew(tmp_path: Path, error: Any) -> None:
     attention = ReAttentionConfig(error=error)
@@ -148,6 +149,7 @@ def test_the_best_model_has_the_noise_of_its_step(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_noise_adds_up_over_trainings_of_one_model(tmp_path: Path) -> None:
     attention = ReAttentionConfig(error="accumulated", token_frequencies="uniform")
     trainer = make(tmp_path, privacy=private(re_attention=attention), max_steps=2)

@@ -155,6 +155,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("settings", "kept"), SETTINGS)
 @pytest.mark.parametrize("split", [[11], [1] * 11, [4, 7], []])
 def test_the_sparse_step_is_the_dense_algorithm(settings: dict[str, Any], kept: Tensor | None, split: list[int]):

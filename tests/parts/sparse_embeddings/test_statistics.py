@@ -81,6 +81,7 @@ def touched_p(steps: list[Tensor]) -> float:
 CHECKS = [number_p, spread_p, place_p, touched_p]
 
 
+@pytest.mark.few(3)
 @WAYS
 @pytest.mark.parametrize("check", CHECKS)
 def test_survivors_have_the_distribution_of_one_normal_for_each_row(way: Way, check: Callable[..., float]):

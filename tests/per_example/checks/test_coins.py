@@ -239,6 +239,7 @@ def seeded_python(m: Any, x: Tensor) -> Tensor:
     return python_numbers_row_by_row(m, x)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     ("function", "found"),
     [

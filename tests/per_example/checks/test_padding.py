@@ -80,6 +80,7 @@ def sounds(rows: list[int]) -> dict[str, Tensor]:
     return {"input_values": sound[: max(rows)] * mask, "attention_mask": mask, "labels": labels}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
 def test_failure_16_padding_on_the_right_is_harmless(name: str, dtype: torch.dtype) -> None:

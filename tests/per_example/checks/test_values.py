@@ -67,6 +67,7 @@ def a_run(model: nn.Module) -> PrivateRun:
     )  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("of", ["data", "weights"])
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 @pytest.mark.parametrize("held", ["attribute", "saved", "not saved"])

@@ -89,6 +89,7 @@ _TIED: dict[str, Any] = {
 }
 
 
+@pytest.mark.few(25)
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("kernel", [1, 2, 4])
 @pytest.mark.parametrize("name", _TIED)

@@ -45,6 +45,7 @@ def _run(model: Any, x: Tensor, *state: Tensor) -> Tensor:
     return _of_all((output if is_first else output.transpose(0, 1), last))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("size", [1, 4, 5])
 @pytest.mark.parametrize("options", _OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", _KINDS)
@@ -78,6 +79,7 @@ def test_first_states_that_are_computed_get_their_gradients() -> None:
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "function",
     [

@@ -61,6 +61,7 @@ def test_failure_71_what_was_frozen_and_is_saved_is_as_it_was(
     assert not (tmp_path / "after").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_failure_71_an_adapter_that_came_since_is_not_saved(tmp_path: Path, is_alone: bool) -> None:
     model: Any = get_peft_model(classifier(), _LORA)

@@ -99,6 +99,7 @@ HALVES = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_half_is_passed_over_by_name_and_by_itself_refused(
@@ -226,6 +227,7 @@ def test_failure_33_in_the_old_place_of_the_best_checkpoint_lies_that_of_another
         with_the_best(moved).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_a_training_wrote_over_which_began_anew_is_refused(tmp_path: Path) -> None:
     class Stop(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -261,6 +263,7 @@ def test_a_best_checkpoint_that_was_changed_is_not_loaded(tmp_path: Path) -> Non
         run.train()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bytes_left", [300, 20_000])
 def test_a_full_disk_is_named_and_nothing_is_lost(checkpointed: Path, tmp_path: Path, bytes_left: int) -> None:
     path = copied(checkpointed, tmp_path)

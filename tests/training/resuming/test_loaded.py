@@ -91,6 +91,7 @@ def test_another_optimizer_is_refused_before_a_step_is_paid_for(
     assert not other.ledger.steps
 
 
+@pytest.mark.slow
 def test_weights_alone_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer(tmp_path, seed=7, save_only_model=True).train()
     resumed = trainer(tmp_path, seed=7)
