@@ -75,8 +75,9 @@ class Constant:
 
 def by_rule(
     rule: Rule, given: Tensor, operands: Operands, watched: dict[str, Source]
-) -> tuple[Tensor, Callable[[Tensor, Tensor], None]]:
-    """The value of an operation on a constant input, and what hands its gradients on: the rule's own backward."""
+) -> tuple[Tensor, Callable[[Tensor, Tensor], None], bool]:
+    """The value of an operation on a constant input, what hands its gradients on (the rule's own backward), and whether
+    no operand shares its memory."""
     output, saved = rule.forward(given, operands)
     check = _untouched([*saved, output])
 
@@ -90,7 +91,8 @@ def by_rule(
             if found is not None:
                 source.pull(_of_sums(found, cancelled))
 
-    return output, hand_on
+    parameters = [p for p in operands.parameters.values() if isinstance(p, Tensor)]
+    return output, hand_on, _is_apart(output, [given, *parameters])
 
 
 def _of_sums(factors: Factors, cancelled: Tensor) -> Factors:
@@ -100,14 +102,17 @@ def _of_sums(factors: Factors, cancelled: Tensor) -> Factors:
 
 
 def by_autograd(
-    function: Any, args: Any, kwargs: Any, make: Callable[[Tensor, Callable[[Tensor, Tensor], None]], WatchedParameter]
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    make: Callable[[Tensor, Callable[[Tensor, Tensor], None], bool], WatchedParameter],
 ) -> Any:
     """What any operation on constants returns, with constants for tensors.
 
     Their gradients are handed on by one vector-Jacobian product for each example.
 
     Args:
-        make: makes a constant of a value and of what hands its gradients on.
+        make: makes a constant of a value, of what hands its gradients on, and of whether no other shares its memory.
 
     Raises:
         RuntimeError: the operation changes one of its arguments.
@@ -143,9 +148,17 @@ def by_autograd(
                 if gradient is not None:
                     parent.pull(_of_sums(PerExample(gradient), cancelled))
 
-        return make(value.detach(), hand_on)
+        return make(value.detach(), hand_on, output is value and _is_apart(value, tensors))
 
     return mapped(constant, output)
+
+
+def _is_apart(value: Tensor, others: Iterable[Tensor]) -> bool:
+    """Whether it has memory of its own."""
+    if any(t.layout is not torch.strided for t in (value, *others)):
+        return False
+    memory = value.untyped_storage().data_ptr()
+    return all(t.untyped_storage().data_ptr() != memory for t in others)
 
 
 def _products(value: Tensor, inputs: list[Tensor], gradients: Tensor) -> Iterable[Tensor | None]:

@@ -1,4 +1,5 @@
-"""Tensors that parameters are written into (`weight = torch.zeros(n, m); weight[index] = w`), and are constants since.
+"""Tensors that parameters are written into (`weight = torch.zeros(n, m); weight[index] = w`), and are constants since;
+and constants that are changed in place (`nn.ReLU(inplace=True)` after a layer that no example goes into).
 
 The operation is one on a copy, which gives a constant, and the tensor then stands for it. Others that share its memory
 would have to change with it: where there are any, it is refused.
@@ -19,9 +20,18 @@ from hf_dp.per_example.watched import Source, WatchedParameter, plain
 _WRITING = re.compile(r"([^_]_|__setitem__|__i(add|sub|mul|matmul|(true|floor)div|mod|pow|and|or|xor|[lr]shift)__)$")
 
 
+_ACTIVATIONS = (".celu", ".elu", ".hardtanh", ".leaky_relu", ".relu", ".relu6", ".selu", ".threshold")
+
+
 def is_writing(name: str) -> bool:
     """Whether an operation of this name changes its first argument."""
     return _WRITING.search(name) is not None
+
+
+def is_asked_to_write(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether it is called with `inplace=True`, the last argument of activations."""
+    is_last = name.endswith(_ACTIVATIONS) and len(args) > 0 and args[-1] is True
+    return is_last or kwargs.get("inplace") is True
 
 
 class Filled:
@@ -30,6 +40,13 @@ class Filled:
     def __init__(self) -> None:
         # By id; and how many tensors share the memory of the constant that each stands for.
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._computed: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def computed(self, constant: WatchedParameter, is_apart: bool) -> WatchedParameter:
+        """Takes note of a constant, which may be changed in place where it has memory of its own; and returns it."""
+        if is_apart:
+            self._computed[id(constant)] = weakref.ref(constant), _sharing(constant.source.plain)
+        return constant
 
     def write(self, function: Any, args: Any, on_constants: Callable[[Any, Any], Any]) -> Any:
         """Runs an operation on constants that changes its first argument.
@@ -69,7 +86,10 @@ class Filled:
         if source is None and is_constant:
             raise RuntimeError("what it gave has no gradient any longer")
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            target.copy_(plain(value))
+            if self._of(target) is self._computed:
+                target.data = plain(value)  # What it was is kept for the backward pass of the operation that gave it.
+            else:
+                target.copy_(plain(value))
         del value  # which shares the memory that `_stand_for` looks at
         if source is not None:
             self._stand_for(target, source)
@@ -87,9 +107,13 @@ class Filled:
                 target.__class__ = Tensor
         self._known.clear()
 
+    def _of(self, target: Tensor) -> dict[int, tuple[weakref.ref[Tensor], int]]:
+        reference, _ = self._computed.get(id(target), (None, 0))
+        return self._known if reference is None or reference() is not target else self._computed
+
     def _check_alone(self, target: Tensor) -> None:
         if isinstance(target, WatchedParameter):
-            reference, alone = self._known.get(id(target), (None, 0))
+            reference, alone = self._of(target).get(id(target), (None, 0))
             if reference is None or reference() is not target:
                 raise RuntimeError("what is written to is a parameter, or computed from one")
             if _sharing(target.source.plain) > alone:
@@ -100,6 +124,7 @@ class Filled:
             raise RuntimeError("other tensors share the memory that is written to")
 
     def _stand_for(self, target: Tensor, source: Source) -> None:
+        known = self._of(target)
         if isinstance(target, WatchedParameter):
             target.source = source
         else:
@@ -107,7 +132,7 @@ class Filled:
             with torch._C.DisableTorchFunctionSubclass():
                 target.requires_grad_()
             WatchedParameter.becoming(target, source)  # type: ignore[arg-type]
-        self._known[id(target)] = weakref.ref(target), _sharing(source.plain)
+        known[id(target)] = weakref.ref(target), _sharing(source.plain)
 
 
 def _is_usual(target: Tensor) -> bool:

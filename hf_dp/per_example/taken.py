@@ -63,10 +63,10 @@ class TakenWatch(Watch):
             self._to_come.update(parameters)
         return super()._use(rule, bound, parameters, function, args, kwargs)
 
-    def _constant(self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor, Tensor], None]) -> Any:
+    def _constant(self, parameters: list[str], *made: Any) -> Any:
         # How often its gradient comes back through constants is known at the end.
         self._open.update(parameters)
-        return super()._constant(parameters, value, hand_on)
+        return super()._constant(parameters, *made)
 
     def _on_constants(self, function: Any, args: Any, kwargs: Any, parameters: list[str], refused: Any) -> Any:
         # What a reentrant checkpoint computes without gradients comes back in the backward pass.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.filled import is_asked_to_write
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped, names_of
@@ -22,7 +23,6 @@ _REASONS = {
 }
 
 _IN_PLACE = "it changes in place what is computed from parameters alone (with inplace=False it is exact)"
-_ACTIVATIONS = (".celu", ".elu", ".hardtanh", ".leaky_relu", ".relu", ".relu6", ".selu", ".threshold")
 
 _ELEMENTWISE = (
     *("addcdiv", "addcmul", "atan2", "clamp", "clamp_max", "clamp_min", "clip", "div", "fmax", "fmin", "hypot", "lerp"),
@@ -118,7 +118,7 @@ def sorted_operands(
     """The operands of a use, sorted, or why they cannot be."""
     if rule is None:
         reasons = [reason for part, reason in _REASONS.items() if part in name]
-        reasons += [_IN_PLACE] if _is_asked_to_write(name, args, kwargs) else []
+        reasons += [_IN_PLACE] if is_asked_to_write(name, args, kwargs) else []
         reasons += ["it has no rule for exact per-example gradients"]
         return refusal(parameters, f"operation {name}", reasons[0])
     try:
@@ -130,11 +130,6 @@ def sorted_operands(
         return error.with_traceback(None)
     reason = _entangled(bound)
     return bound if reason is None else refusal(parameters, f"operation {name}", reason)
-
-
-def _is_asked_to_write(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether it is called with `inplace=True`, the last argument of activations."""
-    return kwargs.get("inplace") is True or (name.endswith(_ACTIVATIONS) and args[-1] is True)
 
 
 def _entangled(bound: Bound) -> str | None:

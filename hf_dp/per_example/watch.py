@@ -26,7 +26,7 @@ from hf_dp.per_example.casts import Casts
 from hf_dp.per_example.checks.state import refuse_compiled, refuse_hooked
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule, refuse_constant
 from hf_dp.per_example.factors import Factors, Outer
-from hf_dp.per_example.filled import Filled, is_writing
+from hf_dp.per_example.filled import Filled, is_asked_to_write, is_writing
 from hf_dp.per_example.functions import Applied, by_rows, functions_seen
 from hf_dp.per_example.idle import without_idle
 from hf_dp.per_example.ieee import are_in_full, full_precision, whole_sums
@@ -209,7 +209,7 @@ class Watch:
             return self._by_rule(*found, parameters, function, args, kwargs)
         if data or _CHANGING.search(name):
             raise bound
-        if is_writing(name):
+        if is_writing(name) or is_asked_to_write(name, args, kwargs):
             note()  # of what is another tensor afterwards
             return self._written(function, args, kwargs, parameters, bound)
         output = self._on_constants(function, args, kwargs, parameters, bound)
@@ -263,19 +263,19 @@ class Watch:
     def _written(
         self, function: Any, args: Any, kwargs: Any, parameters: list[str], refused: UnsupportedModelError
     ) -> Any:
-        def on_constants(function: Any, args: Any) -> Any:
-            return self._on_constants(function, args, kwargs, parameters, refused)
-
         try:
-            return self.filled.write(function, args, on_constants)
+            return self.filled.write(function, args, lambda f, a: self._on_constants(f, a, kwargs, parameters, refused))
         except RuntimeError as error:
             raise refused from error
 
-    def _constant(self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor, Tensor], None]) -> Any:
+    def _constant(
+        self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor, Tensor], None], is_apart: bool
+    ) -> Any:
         constant = Constant(hand_on, value.shape)
         self.constants.append(constant)
         self.dtypes.add(value.dtype)
-        return WatchedParameter.of(Source(tuple(parameters), self, value.detach(), constant.gather))
+        made = WatchedParameter.of(Source(tuple(parameters), self, value.detach(), constant.gather))
+        return self.filled.computed(made, is_apart)
 
     def _note(self, operation: str, parameters: list[str], given: Tensor | None, axis: Axis, doubtful: bool) -> None:
         for parameter in parameters:

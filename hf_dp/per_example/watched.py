@@ -191,6 +191,8 @@ def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = tuple(map(plain, args))
     if func in _CASTS:
         cast = func(*values, **mapped(plain, kwargs))
+        if cast is source.plain and args[0] is watched[0]:
+            return watched[0]
         if isinstance(cast, Tensor) and (cast.is_complex() or source.plain.is_complex()):
             return None
         # The name of a type, or whole numbers: no gradient comes back from these. Nor does one where something else

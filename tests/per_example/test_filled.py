@@ -189,6 +189,92 @@ def test_of_one_example_what_all_share_may_have_one_row(size: int) -> None:
     assert relative_error(record(model, square, data, certificate=certificate), loop(model, square, data)) <= 1e-12
 
 
+def positions(m: Any) -> Tensor:
+    """(5, 4) of parameters alone."""
+    made: Tensor = m.first(torch.arange(10, dtype=torch.float64).view(5, 2).sin())
+    return made
+
+
+def beside_what_was_derived(m: Any) -> Tensor:
+    y = positions(m)
+    derived = y + 1
+    return F.relu(y, inplace=True) + derived
+
+
+IN_PLACE: dict[str, Callable[[Any], Tensor]] = {
+    "an activation": lambda m: F.relu(positions(m), inplace=True),
+    "one with a slope": lambda m: F.leaky_relu(positions(m), 0.1, True),
+    "two": lambda m: F.silu(F.hardtanh(positions(m), -0.5, 0.5, True), inplace=True).mul_(3),
+    "through what is the same": lambda m: (lambda y: y.contiguous().mul_(2) + y)(positions(m)),
+    "by itself": lambda m: positions(m).mul_(m.last.weight.sin()[:1]).relu_(),
+    "beside what was derived from it": beside_what_was_derived,
+    "cast to what it is": lambda m: F.relu(positions(m).to(torch.float64).contiguous(), inplace=True),
+    "of a table (1, 5, 1, 4)": lambda m: F.relu(m.first(torch.ones(1, 5, 1, 2, dtype=torch.float64)), True)[0, :, 0],
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_parameters_give_is_changed_in_place(name: str, size: int) -> None:
+    """Swin's second version makes its position biases so, from coordinates."""
+    members = {"first": torch.nn.Linear(2, 4), "last": torch.nn.Linear(4, 4)}
+    model = Small(lambda m, x: m.last(x).cos() + m.last(IN_PLACE[name](m)), **members)
+    data = batch(size, 5, 4)
+    certificate, truth = preflight(model, square, batch(3, 5, 4)), loop(model, square, data)
+    assert relative_error(record(model, square, data, certificate=certificate), truth) <= 1e-12
+    if size > 1:
+        assert relative_error(record(model, square, data), truth) <= 1e-12
+
+
+def under_a_part(y: Tensor) -> Tensor:
+    y.chunk(2, dim=1)[0].mul_(2)
+    return y
+
+
+def under_another(y: Tensor) -> Tensor:
+    other = y.view(-1)
+    y.mul_(2)
+    return y + other.view(y.shape)
+
+
+def after_a_use(y: Tensor) -> Tensor:
+    other = y.cos()
+    return F.relu(y, inplace=True) + other
+
+
+def of_a_copy_of_the_data(y: Tensor) -> Tensor:
+    other = y.data
+    F.relu(y, inplace=True)
+    return y + other
+
+
+def over_its_transpose(y: Tensor) -> Tensor:
+    other = y.T
+    y.mul_(2)
+    return y + other.T
+
+
+@pytest.mark.parametrize(
+    "change", [under_a_part, under_another, after_a_use, of_a_copy_of_the_data, over_its_transpose]
+)
+def test_what_parameters_give_is_refused_where_others_would_change_with_it(change: Callable[[Tensor], Tensor]) -> None:
+    model = Small(lambda m, x: x * change(positions(m)), first=torch.nn.Linear(2, 4))
+    with pytest.raises(UnsupportedModelError, match=r"parameter first\.bias, first\.weight is used by operation"):
+        record(model, square, batch(3, 5, 4))
+
+
+def test_a_constant_that_was_changed_and_kept_is_refused_afterwards() -> None:
+    kept: list[Tensor] = []
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        kept[:] = kept or [F.relu(positions(m), inplace=True)]
+        return x * kept[0]
+
+    model = Small(function, first=torch.nn.Linear(2, 4))
+    with pytest.raises(UnsupportedModelError, match="an earlier pass and kept"):
+        record(model, square, batch(3, 5, 4))
+
+
 def test_afterwards_it_is_a_plain_tensor_without_a_gradient() -> None:
     kept: list[Tensor] = []
 
