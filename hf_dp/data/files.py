@@ -65,8 +65,9 @@ def rows_of_file(path: Path) -> list[dict[str, Any]]:
         raise unreadable(
             str(path), f"the ending {path.suffix!r}", "Give CSV or TSV with a header, JSON, JSON lines or parquet"
         )
+    content = _bytes(path) if path.suffix == ".parquet" else read_text(path)
     try:
-        rows = _of_parquet(_bytes(path)) if path.suffix == ".parquet" else _parsed(read_text(path), path.suffix)
+        rows = _of_parquet(content) if isinstance(content, bytes) else _parsed(content, path.suffix)
     except (ValueError, RecursionError, csv.Error) as error:
         way = _OTHER_THAN_TSV if path.suffix == ".tsv" else "Correct it"
         raise unreadable(str(path), str(error), way) from error
@@ -197,7 +198,11 @@ def _parsed(text: str, ending: str) -> list[Any]:
         # A quote that nothing ends would take in the rows that follow. In TSV quotes are text.
         form: dict[str, Any] = {"strict": True} if ending == ".csv" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
         found = csv.DictReader(io.StringIO(text, newline=""), **form)
-        rows: list[Any] = list(found)
+        rows: list[Any] = []
+        try:
+            rows.extend(found)
+        except csv.Error as error:
+            raise ValueError(f"{row_in_words(len(rows))}: {error}") from error
         names = list(found.fieldnames or ())
         _check_once(names)
         if ending == ".tsv" and not any(None in row for row in rows):
@@ -210,4 +215,12 @@ def _parsed(text: str, ending: str) -> list[Any]:
     if text.lstrip().startswith("["):
         rows = json.loads(text, object_pairs_hook=each_name_once)
         return rows
-    return [json.loads(line, object_pairs_hook=each_name_once) for line in text.split("\n") if line.strip()]
+    lines = [line for line in text.split("\n") if line.strip()]
+    return [_of_line(line, number) for number, line in enumerate(lines)]
+
+
+def _of_line(line: str, number: int) -> Any:
+    try:
+        return json.loads(line, object_pairs_hook=each_name_once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{row_in_words(number)}: {error.msg}, at character {error.pos}") from error

@@ -125,7 +125,7 @@ class WrittenGradients:
                 "it adds is neither clipped nor noised nor counted.",
                 fix="leave .grad and the optimizer alone between the private step and the optimizer's (no backward "
                 "pass and no clipping there), and put what belongs to the loss into that of each example "
-                "(compute_per_example_loss). This step moved nothing.",
+                "(compute_per_example_loss). This step moved nothing; what its gradients cost is spent.",
             )
 
 
@@ -159,8 +159,8 @@ class Weights:
                 f"{what}, after something else than the run's optimizer has changed {name}.",
                 why="what it put into what is saved may be neither clipped nor noised nor counted, and the claim "
                 "beside it would be untrue.",
-                fix="move the weights by the optimizer of begin() alone; wrap, load, freeze, average and gather "
-                "statistics before begin() or in a copy of the model.",
+                fix="move the weights by the optimizer of begin() alone (in groups of parameters, where rates differ); "
+                "wrap, load, freeze, average and gather statistics before begin() or in a copy of the model.",
             )
 
     def _moved(self) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -12,10 +13,13 @@ from torch import nn
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.agreement import rate_of
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import ConfigurationError
 from hf_dp.step.written import Weights
 from hf_dp.training.generators import put_back
+
+logger = logging.getLogger(__name__)
 
 
 class LogicalBatch:
@@ -87,7 +91,7 @@ class LoopOrder:
         self._drawn: LogicalBatch | None = None
         self._has_begun, self._has_ended, self._is_untaken = False, False, False
         self._is_half = False
-        self._loop = 0
+        self._loop = self._idle = 0
 
     @property
     def has_ended(self) -> bool:
@@ -155,6 +159,7 @@ class LoopOrder:
                 "micro_batch_size what is in memory at a time.",
             )
         # Before the step, so that neither another thread nor a loop that goes on after an error can use it again.
+        self._warn_of_no_rate(optimizer)
         self._drawn, self._is_half, spent = None, True, ledger.steps
         try:
             yield batch._item
@@ -183,6 +188,16 @@ class LoopOrder:
     def refuse_moved(self) -> None:
         """Before the optimizer moves the weights."""
         self._weights.refuse_moved("step() of the optimizer")
+
+    def _warn_of_no_rate(self, optimizer: Any) -> None:
+        # A warm-up begins with 0, and stays there for a loop that does not step its scheduler.
+        self._idle += not rate_of(optimizer)
+        if self._idle == 2:
+            ranks.warn(
+                logger,
+                "The optimizer's learning rate is 0 in a second step: that is paid for, and no weight moves. Does "
+                "the loop call step() of its scheduler, after the optimizer's?",
+            )
 
     def _refuse_half(self, what: str) -> None:
         if self._is_half:

@@ -48,8 +48,9 @@ def test_parquet_has_its_rows_and_what_is_none_is_told(tmp_path: Path) -> None:
     assert rows_of_file(tmp_path / "a.parquet") == rows
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-30])
     for path in ("a.parquet", "b.parquet"):
-        with pytest.raises(ConfigurationError, match="cannot be read"):
+        with pytest.raises(ConfigurationError, match="cannot be read") as refused:
             rows_of_file(tmp_path / path)
+        assert str(refused.value).count("cannot be read") == 1
 
 
 def test_quotes_in_csv_hold_commas_and_lines(tmp_path: Path) -> None:
@@ -60,7 +61,8 @@ def test_quotes_in_csv_hold_commas_and_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.csv", 'text,label\none,0\n"no end,1\ntwo,0\n', "unexpected end"),
+        ("a.csv", 'text,label\none,0\n"no end,1\ntwo,0\n', "row 1 .counted from 0.: unexpected end"),
+        ("a.jsonl", '{"a": 1}\n\n{"a": 2}\n{"a": \n', "row 2 .counted from 0.: Expecting value, at character 6"),
         ("a.csv", 'text,label\n"one" more,0\n', "expected after"),
         ("a.tsv", 'text\tlabel\n"quoted, simply"\t0\nnot so\t1\n', "is quoted as in CSV(.|\n)*Save the file as CSV"),
         ("a.tsv", 'text\tlabel\none\t""\ntwo\t1\n', "is quoted as in CSV"),

@@ -208,6 +208,33 @@ def test_failure_76_statistics_that_a_loop_writes_into_saved_buffers(what: str, 
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("way", ["a list", "chained"])
+def test_what_is_no_scheduler_or_hides_one_by_metrics_is_refused(way: str) -> None:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    linear = torch.optim.lr_scheduler.LinearLR(optimizer)
+    scheduler: Any = [linear]
+    if way == "chained":
+        scheduler = torch.optim.lr_scheduler.ChainedScheduler([linear], optimizer)
+        scheduler._schedulers = [linear, plateau]
+    words = "list" if way == "a list" else "ReduceLROnPlateau"
+    with pytest.raises(ConfigurationError, match=rf"begin\(\) with {words} for a scheduler"):
+        a_run(model).begin(optimizer, scheduler)
+
+
+def test_a_scheduler_that_the_loop_does_not_step_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = a_run(model, steps=4)
+    run.begin(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 4))
+    for batch in run.batches():
+        run.step(batch)
+        optimizer.step()
+        assert ("learning rate is 0 in a second step" in caplog.text) == (run.global_step > 1)
+    assert caplog.text.count("learning rate is 0") == 1
+
+
 @pytest.mark.parametrize("withheld", [False, True])
 def test_failure_77_rates_that_follow_from_the_losses_of_steps(withheld: bool) -> None:
     model = classifier()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.errors import ConfigurationError
@@ -216,6 +217,21 @@ def test_an_argument_that_is_set_after_the_trainer_was_made(tmp_path: Path, name
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         run.train()
     assert run.ledger.steps == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("gradient_accumulation_steps", 3), ("max_grad_norm", 1.0)])
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end"])
+def test_an_argument_that_a_callback_sets(tmp_path: Path, event: str, name: str, value: Any) -> None:
+    """A whole budget went into one step of the optimizer."""
+
+    def set_it(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        setattr(args, name, value)
+
+    run = make(tmp_path)
+    run.add_callback(type("Setting", (TrainerCallback,), {event: set_it}))
+    with pytest.raises(ConfigurationError, match=re.escape(f"trainer.args.{name}={value}, set after")):
+        run.train()
+    assert run.ledger.steps == run.state.global_step == (0 if event == "on_train_begin" else 1)
 
 
 @pytest.mark.slow

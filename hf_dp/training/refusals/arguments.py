@@ -48,6 +48,11 @@ def refuse_changed_arguments(args: Any, privacy: PrivacyConfig) -> None:
     The rest of what may be changed there is read when training begins, or was read when the trainer was made.
     """
     _refuse(_conflicts(args, privacy))
+    refuse_changed_steps(args)
+
+
+def refuse_changed_steps(args: Any) -> None:
+    """Of these what Trainer reads in each step, and a callback may have put there since (`ConfigurationError`)."""
     if args.gradient_accumulation_steps != 1:
         raise ConfigurationError(
             f"trainer.args.gradient_accumulation_steps={args.gradient_accumulation_steps}, set after the trainer was "

@@ -49,13 +49,13 @@ def refuse_optimizer(
         raise ConfigurationError(
             f"{type(optimizer).__name__} evaluates the gradient several times in one step.",
             why="each evaluation would be one more release, and none of them would have noise.",
-            fix="use an optimizer that takes one gradient for each step, such as the default adamw_torch.",
+            fix="use an optimizer that takes one gradient for each step, such as AdamW.",
         )
     if is_complete and (what := _never_steps(optimizer, by_rows)) is not None:
         raise ConfigurationError(
             f"{type(optimizer).__name__}{what}.",
             why="it would fail in its first step, which is paid for by then.",
-            fix="leave that out, or use another optimizer, such as the default adamw_torch.",
+            fix="leave that out, or use another optimizer, such as AdamW.",
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
@@ -69,6 +69,7 @@ def refuse_optimizer(
         ranks.warn(
             logger,
             "%s holds none of %s trainable parameters, %s the first: each example's gradient of them takes up room in "
-            "the clipping norm, and nothing moves them. Freeze them before (requires_grad_(False)), or give it all.",
+            "the clipping norm, and nothing moves them. Freeze them before (requires_grad_(False)), "
+            "or give it all, those with a rate of their own as a group.",
             *(type(optimizer).__name__, len(missing), missing[0]),
         )

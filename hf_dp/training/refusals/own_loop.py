@@ -120,8 +120,9 @@ def refuse_own_optimizer(optimizer: Any, model: nn.Module, scheduler: Any, priva
     if not hasattr(inner, "param_groups") or not hasattr(inner, "step"):
         raise ConfigurationError(
             f"begin() with {kind} for an optimizer.",
-            why="it has no parameters to move.",
-            fix="pass the optimizer itself, such as torch.optim.AdamW(model.parameters()).",
+            why="one optimizer moves all parameters by the gradient of a private step, and this is none.",
+            fix="pass the optimizer itself, such as torch.optim.AdamW(model.parameters()); for several rates one with "
+            'groups of parameters: AdamW([{"params": head, "lr": 1e-3}, {"params": body, "lr": 1e-4}]).',
         )
     if getattr(optimizer, "scaler", None) is not None:
         raise ConfigurationError(
@@ -136,7 +137,14 @@ def refuse_own_optimizer(optimizer: Any, model: nn.Module, scheduler: Any, priva
             fix="use DPTrainer, which switches it, or another optimizer.",
         )
     of_rates = getattr(scheduler, "scheduler", scheduler)
-    by_metric = {one.__name__ for one in type(of_rates).__mro__} & {*BY_METRICS.values()}
+    if of_rates is not None and not all(hasattr(of_rates, name) for name in ("step", "state_dict", "load_state_dict")):
+        raise ConfigurationError(
+            f"begin() with {type(of_rates).__name__} for a scheduler.",
+            why="what it knows of the rates is saved in checkpoints, and this has no state_dict().",
+            fix="pass the scheduler itself; several as one torch.optim.lr_scheduler.SequentialLR or ChainedScheduler.",
+        )
+    kinds = [type(one) for one in (of_rates, *getattr(of_rates, "_schedulers", ()))]
+    by_metric = {base.__name__ for kind in kinds for base in kind.__mro__} & {*BY_METRICS.values()}
     if by_metric and not privacy.withhold_non_private_logs:
         raise ConfigurationError(
             f"begin() with {by_metric.pop()} for a scheduler.",

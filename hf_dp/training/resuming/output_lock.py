@@ -30,20 +30,31 @@ def alone_in(directory: str | Path) -> Iterator[None]:
     be written, a warning says so.
 
     Raises:
-        ConfigurationError: another training is in it.
+        ConfigurationError: another training is in it, or there is none and it cannot be made.
     """
     lock = FileLock(Path(directory) / FILE)
-    is_taken = False
+    is_taken, is_missing, reason = False, False, ""
     if ranks.rank() == 0:
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=_PATIENCE)
+        except OSError as error:
+            is_missing, reason = True, f" ({error})"
+        try:
+            if not is_missing:
+                lock.acquire(timeout=_PATIENCE)
         except Timeout:
             is_taken = True
         except (OSError, NotImplementedError) as error:
             ranks.warn(logger, "%r cannot be locked (%s): no other training may write there.", str(directory), error)
     try:
-        if bool(ranks.gathered([is_taken]).any()):
+        found = ranks.gathered([is_taken, is_missing]).any(0)
+        if found[1]:
+            raise ConfigurationError(
+                f"output_dir={str(directory)!r} cannot be made{reason}.",
+                why="checkpoints go there, and the ledger in them: what was spent would be lost with the process.",
+                fix="give a directory that there is, or that can be made.",
+            )
+        if found[0]:
             raise ConfigurationError(
                 f"another training writes into output_dir={str(directory)!r}.",
                 why="the two would overwrite each other's checkpoints and ledgers, and what is left would be true of "

@@ -3,6 +3,7 @@ begins anew is told of checkpoints."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -57,10 +58,22 @@ def test_in_one_process_it_is_free_again_after_an_error(tmp_path: Path, monkeypa
         pass
 
 
-def test_a_place_without_locks_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").touch()
-    with alone_in(tmp_path / "file" / "out"):
+def test_a_place_without_locks_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(output_lock.FileLock, "acquire", refused)
+    with alone_in(tmp_path):
         assert "cannot be locked" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["file", "file/out"])
+def test_what_is_no_directory_is_refused_before_anything_is_paid_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="cannot be made"):
+        begun(classifier(), output_dir=tmp_path / name)
 
 
 @pytest.mark.usefixtures("checked_once")
