@@ -18,8 +18,8 @@ from torch import Tensor
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.gram import Dense, OneHot, Side
 from hf_dp.per_example.lengths import Lengths
-from hf_dp.per_example.long_sums import AT_ONCE
-from hf_dp.per_example.precision import accumulation, sum_dtype, united
+from hf_dp.per_example.long_sums import AT_ONCE, united, united_where_they_are
+from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.products import (
     BLOCK,
     CUT_BLOCK,
@@ -153,11 +153,15 @@ class Outer:
 
 
 def _add_rows_(matrix: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Adds `rows` (B, T, n) to those of `matrix` that `ids` (B, T) names."""
+    """Adds `rows` (B, T, n) to those of `matrix` that `ids` (B, T) names.
+
+    One by one, each would be rounded to the sum over the whole logical batch, thousands of times.
+    """
     ids, rows = ids.flatten(), rows.flatten(0, 1)
     if answers_at_once(matrix.device):
-        # One by one, each would be rounded to the sum over the whole logical batch, thousands of times.
-        ids, rows = united(ids, rows, torch.float64)
+        ids, rows = united(ids, rows)
+    elif len(ids):
+        rows = united_where_they_are(ids, rows)
     matrix.index_add_(0, ids, rows)
 
 

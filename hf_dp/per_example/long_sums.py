@@ -3,7 +3,7 @@
 Added one by one, each of B terms is rounded to a sum that is up to B times as large: one example more decides to which
 side, and the sums of neighbours may be further apart than it is long. So few are added up at a time, and what rounding
 takes away from the total is the beginning of the next few (TwoSum: Knuth, The Art of Computer Programming 2, section
-4.2.2, theorem B).
+4.2.2, theorem B). Of rows of a table that many positions look up those of a micro-batch are added up in float64 first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ FEW = 256
 AT_ONCE = 64
 # Numbers of a buffer that are worked on at a time: a few MiB, for the cache of a CPU, and elsewhere few starts.
 _CHUNK, _CHUNK_ELSEWHERE = 1 << 18, 1 << 26
+# And of rows that are added up in float64.
+_IN_FLOAT64 = 1 << 24
 
 
 class LongSums:
@@ -62,3 +64,30 @@ def _carry(total: Tensor, part: Tensor) -> None:
     lost = total.sub_(whole - added)
     part.sub_(added).add_(lost)
     total.copy_(whole)
+
+
+def united(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids (k,) that are in `ids` (n,), ascending, and for each the sum (k, d) of its `rows` (n, d), made in float64
+    and rounded once."""
+    found, places = ids.unique(return_inverse=True)
+    return found, _summed(rows, places, len(found))
+
+
+def united_where_they_are(ids: Tensor, rows: Tensor) -> Tensor:
+    """The same sums (n, d), each where its id is first, and zeros where this is once more: nothing is waited for."""
+    order = ids.argsort(stable=True)
+    ordered = ids[order]
+    begins = torch.arange(len(ids), device=ids.device)
+    begins[1:] *= ordered[1:] != ordered[:-1]
+    firsts = torch.empty_like(order).scatter_(0, order, order[begins.cummax(0).values])
+    return _summed(rows, firsts, len(ids))
+
+
+def _summed(rows: Tensor, places: Tensor, number: int) -> Tensor:
+    """(number, d): the `rows` (n, d) of each place, added up in float64."""
+    sums = rows.new_empty(number, rows.shape[1])
+    step = max(1, _IN_FLOAT64 // max(1, len(rows), number))
+    for out, few in zip(sums.split(step, 1), rows.split(step, 1), strict=True):
+        exact = few.new_zeros(number, few.shape[1], dtype=torch.float64)
+        out.copy_(exact.index_add_(0, places, few.double()))
+    return sums

@@ -244,14 +244,6 @@ def _place(tensor: Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
-def united(ids: Tensor, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The ids (k,) that are in `ids` (n,), ascending, and for each the sum (k, d) of its `rows` (n, d), made in `dtype`
-    and rounded once."""
-    found, places = ids.unique(return_inverse=True)
-    sums = rows.new_zeros(len(found), rows.shape[1], dtype=dtype).index_add_(0, places, rows.to(dtype))
-    return found, sums.to(rows.dtype)
-
-
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are accumulated in: float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32

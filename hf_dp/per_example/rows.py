@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import DistinctRows, Factors, Outer
 from hf_dp.per_example.gram import Dense, OneHot
-from hf_dp.per_example.precision import accumulation, sum_dtype, united
+from hf_dp.per_example.long_sums import united
+from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.waiting import answers_at_once
 
 # How many numbers of looked-up rows wait on a device, each row as often as it was looked up, until they are united.
@@ -139,7 +140,7 @@ class RowSum:
 
     def _append(self, ids: Tensor, values: Tensor) -> None:
         if answers_at_once(self.device):
-            ids, values = united(ids, values, torch.float64)
+            ids, values = united(ids, values)
             self._is_united = len(self._ids) == 1
         else:
             ids = ids.clone()  # as above
@@ -157,9 +158,7 @@ class RowSum:
     def coalesced(self) -> tuple[Tensor, Tensor]:
         """The rows (k,), ascending, and their sums (k, d)."""
         if not self._is_united:
-            # See `_append`; elsewhere float64 would take as much memory again.
-            exact = torch.float64 if answers_at_once(self.device) else self._dtype
-            ids, values = united(torch.cat(self._ids), torch.cat(self._values), exact)
+            ids, values = united(torch.cat(self._ids), torch.cat(self._values))
             self._ids, self._values = [self._ids[0], ids], [self._values[0], values]
             self._is_united, self._waiting = True, 0
         return self._ids[-1], self._values[-1]

@@ -195,19 +195,6 @@ def test_rounding_bounds_the_error_of_a_gram_norm(fill: str, shape: tuple[int, i
         assert float(rounding) <= 1e-3 * float(exact), "a bound that inflates ordinary norms would cost accuracy"
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_failure_61_positions_that_look_up_one_row_are_added_up_exactly(side: str) -> None:
-    """One by one, each of half a million would be rounded to the sum over all of them."""
-    ids, values = OneHot(torch.ones(16, 2048, dtype=torch.long), 5), Dense(torch.full((16, 2048, 2), 1 / 1300.0))
-    use = Outer(ids, values) if side == "left" else Outer(values, ids)
-    out, coefficients = torch.zeros(5, 2) if side == "left" else torch.zeros(2, 5), torch.full((16,), 1.3)
-    for _ in range(16):
-        use.add_weighted_(out, coefficients)
-    found = out[1] if side == "left" else out[:, 1]
-    assert (found.double() - 16 * 16 * 2048 * float(values.values[0, 0, 0] * coefficients[0])).abs().max() <= 1e-4
-    assert out.count_nonzero() == 2
-
-
 @pytest.mark.parametrize("scale", [0.3, 1.1, 1.3, 22.627])
 def test_rows_in_16_bits_that_were_scaled_add_what_their_norm_says(scale: float) -> None:
     for value in torch.linspace(1, 4, 40).tolist():

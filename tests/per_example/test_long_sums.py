@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from hf_dp.accounting import FlatClipping
 from hf_dp.clipping.table import rule_of
-from hf_dp.per_example import RowSum, chosen, preflight, record
+from hf_dp.per_example import RowSum, chosen, long_sums, preflight, record
 from hf_dp.per_example.factors import OfChosen, Outer
 from hf_dp.per_example.gram import Dense, OneHot
-from hf_dp.per_example.long_sums import FEW, LongSums, _carry
+from hf_dp.per_example.long_sums import FEW, LongSums, _carry, united, united_where_they_are
+from hf_dp.per_example.norms import squared_norms
 from hf_dp.step.clipped_sum import ClippedSum
 
 _WIDTH, _ONE = 64, 1 - 2.0**-12
@@ -161,3 +162,66 @@ def test_few_examples_take_no_further_memory() -> None:
     assert buffer.tolist() == [FEW + 3] * 3
     sums.settle()
     assert buffer.tolist() == [FEW + 3] * 3
+
+
+@pytest.fixture(params=["here", "elsewhere"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU, and the CPU taken for a device whose answers have to be waited for."""
+    if request.param == "elsewhere":
+        monkeypatch.setattr("hf_dp.per_example.waiting._AT_ONCE", frozenset())
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_failure_61_positions_that_look_up_one_row_are_added_up_exactly(side: str) -> None:
+    """One by one, each of half a million would be rounded to the sum over all of them."""
+    ids, values = OneHot(torch.ones(16, 2048, dtype=torch.long), 5), Dense(torch.full((16, 2048, 2), 1 / 1300.0))
+    use = Outer(ids, values) if side == "left" else Outer(values, ids)
+    out, coefficients = torch.zeros(5, 2) if side == "left" else torch.zeros(2, 5), torch.full((16,), 1.3)
+    for _ in range(16):
+        use.add_weighted_(out, coefficients)
+    found = out[1] if side == "left" else out[:, 1]
+    assert (found.double() - 16 * 16 * 2048 * float(values.values[0, 0, 0] * coefficients[0])).abs().max() <= 1e-4
+    assert out.count_nonzero() == 2
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_failure_61_one_more_of_hundreds_moves_the_sum_by_its_norm(is_sparse: bool) -> None:
+    """Those beside it lie where it lifts their sum to the next power of two, in which all their positions round up."""
+
+    def looked_up(positions: int, value: float) -> Outer:
+        values = torch.tensor([value, 0.0]).expand(1, positions, 2).contiguous()
+        return Outer(OneHot(torch.full((1, positions), 3), 9), Dense(values))
+
+    def added_up(uses: list[Outer]) -> Tensor:
+        out, rows = torch.zeros(9, 2), RowSum("table", torch.zeros(9, 2))
+        for use in uses:
+            rows.add_(use, torch.ones(1)) if is_sparse else use.add_weighted_(out, torch.ones(1))
+        return rows.of(torch.tensor([3])).double() if is_sparse else out.double()
+
+    one, others = looked_up(1, 1 - 2**-15), [looked_up(1954, 67 * 2**-17), looked_up(2046, -(2**-11))]
+    rest = [one] * 127 + others * 64
+    assert all(float(sum(squared_norms([use])).sqrt()) < 1 for use in (one, *others))
+    assert float((added_up([one, *rest]) - added_up(rest)).norm()) <= 1
+
+
+def test_sums_where_their_ids_are_first_are_those_of_each_id() -> None:
+    torch.manual_seed(0)
+    for number, width in ((1, 1), (40, 3), (1000, 2)):
+        ids, rows = torch.randint(0, 7, (number,)), torch.randn(number, width)
+        sums = united_where_they_are(ids, rows)
+        for one in ids.unique():
+            places = (ids == one).nonzero().squeeze(1)
+            exact = rows[places].double().sum(0).float()
+            assert torch.equal(sums[places[0]], exact)
+            assert not sums[places[1:]].any()
+            found, together = united(ids, rows)
+            assert torch.equal(together[found == one][0], exact)
+
+
+def test_wide_rows_are_added_up_a_few_columns_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, rows = torch.randint(0, 7, (40,)), torch.randn(40, 9)
+    known = united(ids, rows)[1], united_where_they_are(ids, rows)
+    monkeypatch.setattr(long_sums, "_IN_FLOAT64", 170)
+    assert all(map(torch.equal, known, (united(ids, rows)[1], united_where_they_are(ids, rows))))
