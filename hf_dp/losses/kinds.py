@@ -77,9 +77,18 @@ def loss_kind(model: nn.Module) -> str:
         why="the model's own loss is normalised over the batch, so one example would rescale its neighbours.",
         fix="where its loss is that of one of Transformers' own heads, say which: model.loss_type = "
         f"'ForSequenceClassification', for example; or {SAY_IT}, which return one loss for each example."
-        if has_config
+        if has_config and not _is_for_something_else(name)
         else f'{SAY_IT}, which return one loss for each example (in torch: reduction="none").',
     )
+
+
+@functools.cache
+def _is_for_something_else(name: str) -> bool:
+    """Whether Transformers has a class of this name for another task (detection, contrastive pairs), or without one."""
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = [table for key, table in vars(auto).items() if key.endswith("_MAPPING_NAMES")]
+    return any(name in _all(classes) for table in tables for classes in table.values())
 
 
 def _all(classes: str | Sequence[str]) -> Sequence[str]:

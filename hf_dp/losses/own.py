@@ -27,6 +27,16 @@ _MEANS, _TRIED = 1e-4, 8
 _ADDED = re.compile("(reg|regulari[sz]ation|aux|auxiliary_loss)_(weight|coef|alpha)")
 
 
+def known_loss_check(model: nn.Module) -> Callable[[nn.Module, Mapping[str, Any], Any], None]:
+    """`check_own_loss`, of the second of three: a model, a few examples together, and the same each by itself.
+
+    Raises:
+        UnsupportedModelError: the model's kind of loss is not known, which is told before anything is computed.
+    """
+    loss_kind(model)
+    return lambda model, few, alone: check_own_loss(model, few)
+
+
 def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """Checks, on three examples of a small batch by themselves, that `per_example_losses` equals the loss the model
     returns.

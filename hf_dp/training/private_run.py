@@ -20,7 +20,7 @@ from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.moving import moved
 from hf_dp.figures import logged
 from hf_dp.hub import saved_aside
-from hf_dp.losses import check_own_loss, per_example_losses
+from hf_dp.losses import known_loss_check, per_example_losses
 from hf_dp.parts.part import Setting
 from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
@@ -112,7 +112,7 @@ class PrivateRun:
         def prepare(batch: Any) -> Any:
             return padding.completed(self.model, moved(batch, next(self.model.parameters()).device), batch)
 
-        known = (lambda model, few, alone: check_own_loss(model, few)) if loss is per_example_losses else None
+        known = known_loss_check(self.model) if loss is per_example_losses else None
         engine = Engine(self.model, loss, self._loader, prepare, padding, rules, known)
         self._run, self._dataset, self._tokenizer = Run(plan, engine, tokenizer=tokenizer), dataset, tokenizer
         self._micro_batch_size, self._output_dir = micro_batch_size, None if output_dir is None else Path(output_dir)

@@ -21,6 +21,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses.kinds import loss_kind
 from hf_dp.losses.own import check_own_loss
 from hf_dp.losses.per_example import per_example_losses
+from tests.training.own_loops import a_run
 from tests.training.refusing import refused
 from tests.training.workbench import classifier, make
 from tests.zoo import text_batch, tiny
@@ -56,6 +57,20 @@ def test_a_class_of_ones_own_says_which_loss_it_has_and_is_held_to_it() -> None:
     model.weight = 2.0
     with pytest.raises(UnsupportedModelError, match="as its loss of one example"):
         check_own_loss(model, batch)
+
+
+@pytest.mark.parametrize("kind", ["DetrForObjectDetection", "CLIPModel", "ViTMAEForPreTraining", "BertModel"])
+def test_of_a_task_of_another_kind_no_loss_of_a_head_is_proposed_and_it_is_refused_at_once(kind: str) -> None:
+    model = type(kind, (nn.Linear,), {"config": object()})(3, 3)
+    with pytest.raises(UnsupportedModelError, match=rf"{kind} .* no known per-example loss") as caught:
+        loss_kind(model)
+    assert "model.loss_type" not in str(caught.value)
+    with pytest.raises(UnsupportedModelError, match="no known per-example loss"):
+        a_run(model)
+
+
+def test_a_trainer_of_what_has_no_known_loss_is_refused_when_it_is_made(tmp_path: Path) -> None:
+    refused(tmp_path, UnsupportedModelError, "no known per-example loss", Judge(tiny("bert", "sequence").config))
 
 
 class Returning(DistilBertPreTrainedModel):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_dp.losses import check_own_loss, per_example_losses
+from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -33,7 +33,10 @@ class Usual:
 
         Raises:
             ConfigurationError: with the name of the option.
+            UnsupportedModelError: a model whose kind of loss is not known, if `losses` are asked.
         """
+        if not own_loss:
+            loss_kind(self.trainer.model)
 
     def collator(self, collate: Collate) -> Collate:
         """What gives the batches of training, whose tensors have a row for each example."""
