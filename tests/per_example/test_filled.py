@@ -213,6 +213,7 @@ IN_PLACE: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("size", [1, 3, 5])
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_what_parameters_give_is_changed_in_place(name: str, size: int) -> None:

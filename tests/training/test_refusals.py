@@ -219,6 +219,7 @@ def test_an_argument_that_is_set_after_the_trainer_was_made(tmp_path: Path, name
     assert run.ledger.steps == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "value"), [("gradient_accumulation_steps", 3), ("max_grad_norm", 1.0)])
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_end"])
 def test_an_argument_that_a_callback_sets(tmp_path: Path, event: str, name: str, value: Any) -> None:
