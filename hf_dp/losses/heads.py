@@ -26,6 +26,13 @@ def classification(logits: Tensor, labels: Tensor, config: Any, label_smoothing:
         else:
             problem = "multi_label_classification"
     if problem == "single_label_classification":
+        if labels.numel() != len(labels):
+            raise ConfigurationError(
+                f"labels of shape {tuple(labels.shape)} in whole numbers, for one of {config.num_labels} classes each.",
+                why="an example of several classes has another loss than one of one class.",
+                fix="give several labels of an example as floats (0.0 and 1.0), and load the model with "
+                "problem_type='multi_label_classification'; or one number for each example.",
+            )
         return F.cross_entropy(
             logits.view(-1, config.num_labels),
             labels.view(-1).long(),

@@ -167,3 +167,13 @@ def test_what_hears_or_sees_is_an_encoder_decoder_only_where_its_config_says_so(
     assert loss_kind(model) == "causal_lm"
     model.config = SimpleNamespace(is_encoder_decoder=True)
     assert loss_kind(model) == "token"
+
+
+def test_several_labels_in_whole_numbers_are_told_from_one() -> None:
+    model, batch = tiny("bert", "sequence"), text_batch("sequence")
+    batch["labels"] = torch.ones(len(batch["labels"]), model.config.num_labels, dtype=torch.long)
+    with pytest.raises(ConfigurationError, match="in whole numbers, for one of . classes each") as caught:
+        per_example_losses(model, batch)
+    assert "multi_label_classification" in str(caught.value)
+    batch["labels"] = batch["labels"][:, :1]
+    assert per_example_losses(model, batch).shape == (len(batch["labels"]),)
