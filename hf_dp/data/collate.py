@@ -128,7 +128,8 @@ class LogicalBatchCollator:
             with unchanged_global_state():
                 list(self._cut([*copy.deepcopy(rows), *copy.deepcopy(rows)]))
         elif moved and self._micro_batch_size > 1 and len({shape_of([row], self._alone(row)) for row in rows}) > 1:
-            ranks.warn(logger, IN_16_BITS, 100 * max(moved))
+            by = max(moved)
+            ranks.warn(logger, IN_16_BITS, f"by up to {100 * by:.2g} % of its norm" if by else "none did")
 
     def _cut(self, rows: list[Any]) -> Iterator[Part]:
         size, most = self._micro_batch_size, self._max_tokens

@@ -16,7 +16,7 @@ from hf_dp.errors import ConfigurationError
 
 IN_16_BITS = (
     "The model computes in 16 bits, and examples are padded unlike: by rounding, the gradient of one can follow from "
-    "those beside it (of a few that were tried, by up to %.2g %% of its norm). Many copies of one text move together, "
+    "those beside it (of a few that were tried, %s). Many copies of one text move together, "
     "by as much as there are of them, and the noise does not cover that (docs/proof.md). Where examples may be alike, "
     "give PrivacyConfig(equal_widths=True), pad all to one width that none of them fills, or compute in float32."
 )

@@ -13,6 +13,7 @@ from transformers import Trainer
 
 import hf_dp
 from hf_dp import DPTrainer, DPTrainerMixin
+from hf_dp.per_example import preflight, record
 from hf_dp.training.signature import OURS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,11 @@ def test_dp_trainer_shows_trainers_arguments_and_its_own() -> None:
     assert [one for one in told(DPTrainer) if one[0] not in OURS] == told(Trainer)
     assert tuple(name for name, _, _ in told(DPTrainer)[-2:]) == OURS
     assert DPTrainer.__init__ is DPTrainerMixin.__init__, "nothing runs in its place"
+
+
+def test_help_shows_what_a_person_can_read() -> None:
+    for of in (DPTrainer, hf_dp.PrivateRun, record, preflight):
+        assert all(len(repr(default)) < 80 for _, default, _ in told(of)), of
 
 
 def test_what_a_type_checker_reads_is_what_the_installed_version_takes() -> None:

@@ -18,6 +18,13 @@ from hf_dp.per_example.rules.lookups import LOOKUPS
 from hf_dp.per_example.rules.normalisation import NORMALISATION
 from hf_dp.per_example.rules.recurrent import RECURRENT
 
+
+class _Table(dict[Any, Rule]):
+    def __repr__(self) -> str:
+        # Of a default all of it would be shown by help().
+        return "RULES"
+
+
 RULES: Mapping[Any, Rule] = MappingProxyType(
-    {**LINEAR, **LOOKUPS, **NORMALISATION, **ELEMENTWISE, **CONVOLUTIONS, **RECURRENT}
+    _Table({**LINEAR, **LOOKUPS, **NORMALISATION, **ELEMENTWISE, **CONVOLUTIONS, **RECURRENT})
 )
