@@ -18,8 +18,7 @@ from torch import Tensor
 from hf_dp.per_example.watched import Source, WatchedParameter, plain
 
 _WRITING = re.compile(r"([^_]_|__setitem__|__i(add|sub|mul|matmul|(true|floor)div|mod|pow|and|or|xor|[lr]shift)__)$")
-
-
+# Whose last argument says whether they write.
 _ACTIVATIONS = (".celu", ".elu", ".hardtanh", ".leaky_relu", ".relu", ".relu6", ".selu", ".threshold")
 
 

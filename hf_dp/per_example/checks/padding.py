@@ -219,7 +219,7 @@ def _leak(found: str) -> PreflightError:
         "model, so one example would change the gradients of its neighbours, beyond what clipping bounds.",
         fix="pad on the right with an attention mask (tokenizer.padding_side = 'right'); or give all micro-batches "
         "one width that no example can change: tokenizer(..., padding='max_length', truncation=True, max_length=N) "
-        "for the dataset or in the collator.",
+        "for the dataset or in the collator, and of recordings what makes their features with the same arguments.",
     )
 
 
