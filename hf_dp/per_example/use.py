@@ -126,8 +126,9 @@ def sorted_operands(
     except TypeError as error:
         return refusal(parameters, f"operation {name}", f"its arguments are not known ({error})")
     except UnsupportedModelError as error:
-        # Its frames would keep the memory of the whole pass.
-        return error.with_traceback(None)
+        # Made anew, with the names: its frames would keep the memory of the whole pass.
+        found = error.found.replace("a trainable parameter", f"parameter {', '.join(parameters)}")
+        return UnsupportedModelError(found, why=error.why, fix=error.fix)
     reason = _entangled(bound)
     return bound if reason is None else refusal(parameters, f"operation {name}", reason)
 

@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Small, str]] = {
             linear=nn.Linear(4, 4),
             w=parameter(4, 4),
         ),
-        "addmm with a summand of shape",
+        "addmm with a summand of shape .* uses parameter w",
     ),
     "a generated weight": (
         Small(lambda m, x: F.linear(x, m.linear(x).mean((0, 1)).diag(), m.b), linear=nn.Linear(4, 4), b=parameter(4)),
