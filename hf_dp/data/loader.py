@@ -124,6 +124,11 @@ class PoissonDataLoader(DataLoader[Any]):
         """Whether an item says whose each of its rows is."""
         return self._whole.units is not None
 
+    @property
+    def public_size(self) -> float:
+        """How many there are to be drawn, or what stands for that number where it is secret."""
+        return self._whole.sampler.public_size
+
     def examples(self, drawn: Iterable[int] | None = None) -> Iterator[Index]:
         """What can be drawn (None: all of it), as the dataset is indexed: for what is released beside the steps."""
         return self._whole.examples(range(self._whole.sampler.dataset_size) if drawn is None else drawn)

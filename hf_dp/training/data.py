@@ -101,6 +101,12 @@ class DataMixin(_Base):
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
+    def num_examples(self, dataloader: Any) -> int:
+        """As Trainer's, from which a rate in its log follows; of training data n, which counts units, not rows."""
+        if isinstance(dataloader, PoissonDataLoader):
+            return round(dataloader.public_size)
+        return super().num_examples(dataloader)
+
     def _prepare_input(self, data: Any) -> Any:
         """As Trainer's, without waiting for a GPU."""
         return super()._prepare_input(moved(data, self.args.device) if isinstance(data, torch.Tensor) else data)

@@ -190,7 +190,7 @@ class Engine:
         """Which operations use which parameters, for a few rows."""
         collate: Any = self.loader.collate_fn
         self.model.train()
-        with unchanged_weights(self.model), unchanged_global_state(), unchanged_state(self.model):
+        with unchanged_weights(self.model), unchanged_global_state(), unchanged_state(self.model), failures_refused():
             few = self._batch(telling_rows(self.loader.dataset, collate.widths)[0])
             return survey(self.model, self._loss, few, rules=self._rules)
 

@@ -178,6 +178,20 @@ def test_what_is_said_counts_users(tmp_path: Path) -> None:
     assert "A person behind k training examples" not in card
 
 
+def test_failure_90_no_number_of_a_log_follows_from_how_many_rows_a_user_has(tmp_path: Path) -> None:
+    """Trainer logs how many of them it trained on in a second, and in how many seconds."""
+    found = []
+    for more in (0, 5):
+        data = [*owned(), *owned([OWNERS[0]] * more, rows(more))]
+        named = {"train_dataset": data}
+        trainer = make(tmp_path / f"{more}", privacy=by_user(), parts=named, max_steps=-1, num_train_epochs=1)
+        trainer.train()
+        log = trainer.state.log_history[-1]
+        found += [log["train_samples_per_second"] * log["train_runtime"], trainer.state.max_steps]
+        assert trainer.num_examples(trainer.get_eval_dataloader(data)) == len(data)
+    assert found == pytest.approx([len(set(OWNERS)), 3] * 2, rel=1e-2)
+
+
 class Seen(DPTrainer):
     """Knows what its model was given."""
 
