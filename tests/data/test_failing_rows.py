@@ -14,6 +14,7 @@ from transformers import DataCollatorWithPadding, DistilBertForSequenceClassific
 
 import hf_dp.data.extremes as extremes
 import hf_dp.per_example.checks.state as state
+from hf_dp import DPTrainer
 from hf_dp.data.failing_rows import explained_in_a_step, failures_refused, refuse_rows_that_fail
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from tests.data.test_telling_rows import ROWS, table
@@ -191,6 +192,13 @@ class Named(nn.Module):
         return found
 
 
+class Own(DPTrainer):
+    """Says what the loss of such a model is."""
+
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(inputs["x"]), inputs["labels"], reduction="none")
+
+
 class Always(DistilBertForSequenceClassification):
     """Computes its loss whenever it is called."""
 
@@ -199,7 +207,7 @@ class Always(DistilBertForSequenceClassification):
 
 
 def test_columns_that_a_forward_does_not_name_are_kept_by_an_argument(tmp_path: Path) -> None:
-    error = refused(tmp_path, ConfigurationError, "on each row by itself .*KeyError", Named(), at_once=False)
+    error = refused(tmp_path, ConfigurationError, "on each row by itself .*KeyError", Named(), at_once=False, kind=Own)
     assert "remove_unused_columns=False" in error.fix
 
 
