@@ -68,6 +68,7 @@ def left_out(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
     # With more axes 0 may be what is shown: such masks are added to scores.
     if isinstance(mask, Tensor) and mask.dim() == (3 if kind == "multiple_choice" else 2):
         shown, frames_of = mask.ne(0).sum(-1), getattr(base, "_get_feat_extract_output_lengths", None)
+        frames_of = None if kind in (SHIFTED, TOKENWISE) else frames_of  # which some have for one recording alone
         shown = shown if frames_of is None else frames_of(shown)
         found = shown.le(0).view(len(mask), -1).any(1)
     # Decoders pool the last token that is not of this number, and of none the first position: padding, where there is.

@@ -42,6 +42,7 @@ class Reader:
     images: list[int] = field(default_factory=list)
     _storages: set[int] = field(default_factory=set)
     _has_positions: bool = True
+    _has_pictures: bool = False
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """Takes note of the tensors of the micro-batch."""
@@ -52,6 +53,7 @@ class Reader:
         if not ids and all(v.dim() == 3 and not v.is_floating_point() for v in others):
             ids, self.rows = others, max((v.shape[1] for v in others), default=1)
         self._has_positions = bool(ids)
+        self._has_pictures = any(v.dim() == 4 and v.is_floating_point() for v in given)
         self.length = max([*(v.shape[-1] for v in ids), *(v.shape[1] for v in others if not ids)], default=0)
         # (B, N, C, H, W): models drop the images that are all zero, which fill up an example with fewer than others.
         self.images = next((not_blank(v).tolist() for v in given if v.dim() == 5), [])
@@ -149,13 +151,18 @@ class Reader:
         each = given.shape[0] // self.batch_size
         if _is_plainly_folded(given, self.batch_size):
             self.folded_lengths.add(each)
-        elif given.numel() and not self._is_even(each):
+        elif given.numel() and not self._is_even(each, are_several=given.dim() > 2):
             self._unreadable(operation, given, parameters, _PACKED)
 
-    def _is_even(self, each: int) -> bool:
-        """Whether so many rows on average can only be the same number of each example."""
+    def _is_even(self, each: int, are_several: bool = False) -> bool:
+        """Whether so many rows on average can only be the same number of each example.
+
+        Args:
+            are_several: each is several positions, as a window of a picture is; what masks choose are single ones.
+        """
         # All rows, or windows of an image, where there is no mask by which some could have been chosen.
-        if each == self.rows > 1 or (not self._has_positions and each in self.folded_lengths):
+        has_windows = not self._has_positions or (self._has_pictures and are_several)
+        if each == self.rows > 1 or (has_windows and each in self.folded_lengths):
             return True
         # A choice among n positions of each example gives n for each only where it takes them all.
         whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n and n >= self.length]

@@ -123,6 +123,8 @@ class DPTrainerMixin(
         if self.train_dataset is not None:
             check_data(self._dataset, self._expected_batch_size, self.privacy, self._earlier)
             check_modules(self._module)
+            if self._has_usual_loss:
+                self._behind.refuse_unknown_loss()
             refuse_optimizer(self.optimizer, self._module)
         super()._validate_args()
 

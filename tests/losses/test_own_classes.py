@@ -70,7 +70,9 @@ def test_of_a_task_of_another_kind_no_loss_of_a_head_is_proposed_and_it_is_refus
 
 
 def test_a_trainer_of_what_has_no_known_loss_is_refused_when_it_is_made(tmp_path: Path) -> None:
-    refused(tmp_path, UnsupportedModelError, "no known per-example loss", Judge(tiny("bert", "sequence").config))
+    model = Judge(tiny("bert", "sequence").config)
+    refused(tmp_path, UnsupportedModelError, "no known per-example loss", model)
+    make(tmp_path, model, parts={"train_dataset": None})  # to evaluate
 
 
 class Returning(DistilBertPreTrainedModel):

@@ -14,6 +14,7 @@ from transformers import BertForSequenceClassification, GPT2DoubleHeadsModel
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
+from hf_dp.losses.per_example import left_out
 from tests.zoo import text_batch, tiny
 
 
@@ -177,3 +178,11 @@ def test_several_labels_in_whole_numbers_are_told_from_one() -> None:
     assert "multi_label_classification" in str(caught.value)
     batch["labels"] = batch["labels"][:, :1]
     assert per_example_losses(model, batch).shape == (len(batch["labels"]),)
+
+
+def test_frames_of_a_recording_are_not_asked_for_where_losses_are_of_tokens() -> None:
+    """Moonshine counts those of one recording alone."""
+    model, batch = tiny("t5", "seq2seq"), text_batch("seq2seq")
+    model._get_feat_extract_output_lengths = int
+    assert left_out(model, batch) is not None
+    check_own_loss(model, batch)

@@ -80,6 +80,8 @@ def check_padding(
     """
 
     numbers: Numbers = nullcontext
+    # Which examples have a gradient in float32.
+    known: dict[int, bool] = {}
 
     def collated(examples: Sequence[Any]) -> Batch:
         # The same rows are collated again and again, and a collator may change them.
@@ -101,10 +103,10 @@ def check_padding(
 
     def held(dtype: torch.dtype) -> list[float]:
         return with_memory_to_spare(
-            lambda sparing: held_in(functools.partial(computed_in, model, dtype=dtype, sparing=sparing))
+            lambda sparing: held_in(functools.partial(computed_in, model, dtype=dtype, sparing=sparing), dtype)
         )
 
-    def held_in(computed: Callable[..., AbstractContextManager[Batch]]) -> list[float]:
+    def held_in(computed: Callable[..., AbstractContextManager[Batch]], dtype: torch.dtype) -> list[float]:
         def prepared(batch: Batch) -> Batch:
             with computed(batch) as exact:
                 return prepare(exact)
@@ -121,6 +123,10 @@ def check_padding(
         for i, versions in enumerate(apart):
             alone = [gradients(version) for version in versions]
             left = left or alone[0][1]
+            is_there = all(_are_finite(found)[0] for found, _ in alone)
+            if dtype == torch.float64 and not is_there and known.get(i, True):
+                raise ArithmeticError  # Of what float64 has no number for it says nothing.
+            known[i] = is_there
             both = [(name, now, left[name]) for name, now in alone[0][1].items() if name in left]
             # A buffer that has grown is a cache.
             changed = [name for name, now, before in both if now.shape == before.shape and not equal(now, before)]

@@ -101,12 +101,17 @@ def preflight(
         seen, size = surveyed(model, loss_fn, batch, rules=rules)
         known: dict[str, Any] = {"rules": rules, "readings": seen.readings}
 
-        def check(batch: Batch) -> tuple[Watch, list[int]]:
+        counting = set[int]()
+
+        def check(batch: Batch, dtype: torch.dtype | None) -> tuple[Watch, list[int]]:
             n, order = batch_size(batch), list(range(batch_size(batch)))
             few = counted = take(batch, [i % n for i in range(size)])
             # It says which examples have a gradient; where nothing is drawn it is also what the same losses with other
             # weights are held against.
             once, draws = drawn_norms(model, loss_fn, few, Change(), **known)
+            if dtype == torch.float64 and not counting <= {*with_gradient(once)}:
+                raise ArithmeticError  # Of what float64 has no number for it says nothing.
+            counting.update(with_gradient(once))
             is_told = len(with_gradient(once)) == size and not any(draw.is_shared for draw in draws.seen)
             if not is_told:
                 first = that_count(model, loss_fn, batch, **known)
@@ -127,12 +132,14 @@ def preflight(
     return certificate
 
 
-def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], _Checked]) -> _Checked:
+def _with_enough_bits(
+    model: nn.Module, batch: Batch, check: Callable[[Batch, torch.dtype | None], _Checked]
+) -> _Checked:
     """`check` in float32 where the model has fewer bits; what is off by rounding alone is not off in float64."""
 
     def check_in(dtype: torch.dtype, sparing: bool) -> _Checked:
         with computed_in(model, batch, dtype, sparing=sparing) as lifted:
-            return check(lifted)
+            return check(lifted, dtype)
 
     try:
         return with_memory_to_spare(functools.partial(check_in, torch.float32))
@@ -151,7 +158,7 @@ def _with_enough_bits(model: nn.Module, batch: Batch, check: Callable[[Batch], _
             )
         refusal = None
     if refusal is None:
-        return check(batch)
+        return check(batch, None)
     try:
         return with_memory_to_spare(functools.partial(check_in, torch.float64))
     except HfDpError:

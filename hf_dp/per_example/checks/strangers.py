@@ -78,6 +78,8 @@ def check_strangers(
     # What fails must fail at once, and leave no shards (FSDP2) half gathered.
     guesses = not is_sharded(model) and all(answers_at_once(p.device) for p in model.parameters())
     numbers: Numbers = nullcontext
+    # Which examples have a gradient in float32, and beside what it moved there.
+    adding, blamed = set[int](), list[str]()
 
     def gradients(batch: Batch) -> PerExampleGradients:
         with numbers(batch_size(batch)):
@@ -85,9 +87,12 @@ def check_strangers(
         refuse_differing(found.differing)
         return found
 
-    def refuse_moved(batch: Batch) -> None:
+    def refuse_moved(batch: Batch, dtype: torch.dtype) -> None:
         norms = gradients(batch).squared_norms().sqrt()
         adds = [i for i, norm in enumerate(norms.tolist()) if 0 < norm < math.inf]
+        if dtype == torch.float64 and not adding <= {*adds}:
+            raise ArithmeticError  # Of what float64 has no number for it says nothing.
+        adding.update(adds)
         if not adds or len(norms) < 2:
             return  # nothing can be seen
         first = take(batch, adds[:1])
@@ -102,6 +107,11 @@ def check_strangers(
         for beside in _parts(strangers):
             if (found := _computed(functools.partial(moved, beside))) is False:
                 continue
+            what = [one.what for one in beside]
+            if dtype == torch.float64 and found is None and what == blamed:
+                raise ArithmeticError
+            if dtype == torch.float32:
+                blamed[:] = what
             for one in beside:
                 if _computed(functools.partial(moved, [one])):
                     raise _moves(one.what)
@@ -111,7 +121,7 @@ def check_strangers(
     def refuse_in(dtype: torch.dtype) -> None:
         def refuse(sparing: bool) -> None:
             with computed_in(model, batch, dtype, checkpointed=True, sparing=sparing) as exact:
-                refuse_moved(exact)
+                refuse_moved(exact, dtype)
 
         with_memory_to_spare(refuse)
 

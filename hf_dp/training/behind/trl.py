@@ -45,6 +45,9 @@ class Trl(Usual):
 
     name = ""
 
+    def refuse_unknown_loss(self) -> None:
+        """Its loss is TRL's, whatever the model's own is."""
+
     def refuse(self, own_loss: bool) -> None:
         version = importlib.metadata.version("trl")
         minor = tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -33,10 +33,11 @@ class Usual:
 
         Raises:
             ConfigurationError: with the name of the option.
-            UnsupportedModelError: a model whose kind of loss is not known, if `losses` are asked.
         """
-        if not own_loss:
-            loss_kind(self.trainer.model)
+
+    def refuse_unknown_loss(self) -> None:
+        """Refuses a model whose kind of loss is not known to `losses` (`UnsupportedModelError`)."""
+        loss_kind(self.trainer.model)
 
     def collator(self, collate: Collate) -> Collate:
         """What gives the batches of training, whose tensors have a row for each example."""
