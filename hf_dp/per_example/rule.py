@@ -144,12 +144,13 @@ def _joined(readings: set[str]) -> str:
     return "data"
 
 
-def refusal(names: list[str], what: str, reason: str) -> UnsupportedModelError:
+def refusal(names: list[str], what: str, reason: str, way: str = "") -> UnsupportedModelError:
+    """That of a use, and if there is another way than those of every use, that `way` first."""
     return UnsupportedModelError(
         f"parameter {', '.join(names)} is used by {what}.",
         why=f"{reason}, and a gradient that is not known to be exact would break the clipping bound.",
-        fix="freeze this parameter (requires_grad_(False)), train with LoRA, or pass a rule for the operation "
-        "(docs/rules.md).",
+        fix=f"{way}{'; or ' if way else ''}freeze this parameter (requires_grad_(False)), train with LoRA, or pass a "
+        "rule for the operation (docs/rules.md).",
     )
 
 

@@ -13,16 +13,22 @@ from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped, names_of
 
-# Why there is no rule, by a part of the operation's name. What sorts the tokens of all examples by expert loses sight
-# of whose they are.
+# Why there is no rule, and the way out, by a part of the operation's name. What sorts the tokens of all examples by
+# expert loses sight of whose they are.
 _REASONS = {
-    "grouped_mm": "it mixes the tokens of all examples (Transformers' experts keep them in order after "
-    "model.set_experts_implementation('batched_mm'), and are exact then)",
-    "autograd.backward": "a reentrant checkpoint returns what is computed from parameters alone (with "
-    "gradient_checkpointing_kwargs={'use_reentrant': False} this is exact)",
+    "grouped_mm": (
+        "it mixes the tokens of all examples",
+        "call model.set_experts_implementation('batched_mm'), with which Transformers' experts keep them in order",
+    ),
+    "autograd.backward": (
+        "a reentrant checkpoint returns what is computed from parameters alone",
+        "take gradient_checkpointing_kwargs={'use_reentrant': False}, with which this is exact",
+    ),
 }
-
-_IN_PLACE = "it changes in place what is computed from parameters alone (with inplace=False it is exact)"
+_IN_PLACE = (
+    "it changes in place what is computed from parameters alone, and may lie in memory that others share",
+    "give it inplace=False, with which it is exact",
+)
 
 _ELEMENTWISE = (
     *("addcdiv", "addcmul", "atan2", "clamp", "clamp_max", "clamp_min", "clip", "div", "fmax", "fmin", "hypot", "lerp"),
@@ -119,8 +125,8 @@ def sorted_operands(
     if rule is None:
         reasons = [reason for part, reason in _REASONS.items() if part in name]
         reasons += [_IN_PLACE] if is_asked_to_write(name, args, kwargs) else []
-        reasons += ["it has no rule for exact per-example gradients"]
-        return refusal(parameters, f"operation {name}", reasons[0])
+        reasons += [("it has no rule for exact per-example gradients", "")]
+        return refusal(parameters, f"operation {name}", *reasons[0])
     try:
         bound = rule.bind(*args, **kwargs)
     except TypeError as error:
