@@ -111,6 +111,10 @@ def module_of(path: Path, package: Path) -> str:
     return "" if first == "__init__" else first
 
 
+def _called(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
 def imports_of(path: Path, package: Path) -> Iterator[Import]:
     """All imports of a file, also those inside functions; relative ones and import_module("hf_dp...") made absolute."""
     here = (package.name, *path.relative_to(package).with_suffix("").parts)
@@ -121,7 +125,7 @@ def imports_of(path: Path, package: Path) -> Iterator[Import]:
             parent = ".".join(here[: -node.level]) if node.level else ""
             module = ".".join(filter(None, (parent, node.module)))
             yield from (Import(node.lineno, module, alias.name) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in {"import_module", "__import__"}:
+        elif isinstance(node, ast.Call) and _called(node.func) in {"import_module", "__import__"}:
             yield from (
                 Import(node.lineno, argument.value, None)
                 for argument in node.args

@@ -72,6 +72,7 @@ def test_negative_control_convolutions_that_are_not_tilted_fall_below_it():
     assert found < 0.995 * exact_epsilon(q, noise, steps, delta)
 
 
+@pytest.mark.slow
 def test_steps_of_several_kinds_and_releases_are_summed_as_one():
     steps = [dp.SelfComposedDpEvent(step_event(1.0, 0.02), 300), dp.SelfComposedDpEvent(step_event(1.5, 0.1), 40)]
     event = dp.ComposedDpEvent([*steps, dp.GaussianDpEvent(9.0)])

@@ -81,6 +81,7 @@ def test_of_a_single_step_it_is_the_integral(q: float, sigma: float, rows: int) 
     assert true * (1 - 1e-6) <= found <= true + 0.03  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_many_steps_are_what_another_composition_finds() -> None:
     """The library's accountant of the same mixtures: its grid is fixed, its thresholds are found one by one."""
     accountant = pld_privacy_accountant.PLDAccountant(value_discretization_interval=0.01)

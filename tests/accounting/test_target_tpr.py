@@ -76,6 +76,7 @@ def test_what_is_no_budget_is_refused(values: dict[str, object], words: str) -> 
     assert words in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_keeps_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no noise multiplier up to"):
         noise_for_tpr(lambda noise: dp.NonPrivateDpEvent(), target_tpr=0.05, at_fpr=0.01, steps=1)

@@ -164,6 +164,7 @@ def test_fewer_steps_are_not_proposed():
     assert plan["steps"] >= 30
 
 
+@pytest.mark.slow
 def test_compute_is_minutes_at_a_speed_and_a_proposal_says_what_to_start_from():
     said = ("plan", "--n", "150", "--epsilon", "8", "--min-steps", "4")
     plan = json.loads(invoke(*said, "--minutes", "2", "--rows-per-second", "0.5", "--json").stdout)

@@ -15,6 +15,7 @@ from tests.training.workbench import trained
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 
+@pytest.mark.slow
 def test_a_plan_after_an_earlier_training_has_what_that_left(tmp_path):
     said = PrivacyConfig(noise_multiplier=1.0, accountant="rdp", other_people=True)
     trained(tmp_path / "first", privacy=said).save_model()

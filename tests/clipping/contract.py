@@ -155,6 +155,7 @@ class ClippingRuleContract:
         assert plan.noise_multiplier == flat.noise_multiplier
         assert plan.noise_standard_deviation == flat.noise_standard_deviation == plan.noise_multiplier * 0.5
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("checked_once")
     def test_a_resumed_training_is_the_uninterrupted_one_and_keeps_its_rule(self, tmp_path: Path) -> None:
         def trainer(kind: Any) -> Any:

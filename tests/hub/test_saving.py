@@ -124,6 +124,7 @@ def test_weights_without_a_plan_take_the_claim_away(saved: Path, tmp_path: Path)
         assert words not in text(path)
 
 
+@pytest.mark.slow
 def test_the_claim_is_computed_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     run = another(tmp_path)
     order: list[str] = []

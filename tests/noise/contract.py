@@ -306,6 +306,7 @@ class NoiseSourceContract(DistributionContract):
         assert keys.keys() == used
         assert set(keys.values()) == {"noise"} | streams
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("checked_once")
     def test_a_resumed_training_is_the_uninterrupted_one_and_keeps_its_source(self, tmp_path: Path) -> None:
         def trainer(kind: Any) -> Any:

@@ -142,6 +142,7 @@ class PartContract:
         assert any("before it was charged" in words for words in found), found
         assert any("charged 0 times" in words for words in found), found
 
+    @pytest.mark.slow
     def test_a_resumed_training_is_the_uninterrupted_one_and_releases_nothing_again(self, tmp_path: Path) -> None:
         whole = self.trained(tmp_path)
         resumed = self.trained(tmp_path, str(tmp_path / "checkpoint-2"))

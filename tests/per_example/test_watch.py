@@ -20,7 +20,7 @@ from tests.per_example.uses import EXACT
 from tests.zoo import adapted, text_batch
 
 
-@pytest.mark.few(250)
+@pytest.mark.few(150)
 @pytest.mark.parametrize("size", [1, 3, 4, 5])
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_without_a_certificate(name: str, size: int) -> None:
@@ -136,7 +136,7 @@ def test_one_table_for_what_examples_have_and_what_they_share(clamp: bool, size:
             assert relative_error(found, truth) <= 1e-12
 
 
-@pytest.mark.few(60)
+@pytest.mark.few(40)
 @pytest.mark.parametrize("name", EXACT)
 def test_memory_is_freed_without_the_garbage_collector(name: str) -> None:
     """Factors are as large as the activations; a cycle would keep those of several batches."""
@@ -153,6 +153,7 @@ def test_memory_is_freed_without_the_garbage_collector(name: str) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_frozen_modules_may_be_compiled() -> None:
     torch.compiler.reset()
     model = adapted("LoRA", torch.float32)

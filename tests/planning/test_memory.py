@@ -200,6 +200,7 @@ def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None
         assert found["fits"]["DDP"]["without activations"] == {"1": one.total_memory, "2": two.total_memory}
 
 
+@pytest.mark.slow
 def test_groups_keep_the_factors_of_one_and_of_those_that_are_used_far_apart(directory: Path) -> None:
     size = model_size(str(directory))
     kept = {p.names[0]: sum(4 * numbers for numbers in p.factor_numbers(256)) for p in size.parameters}

@@ -309,6 +309,7 @@ class SamplerContract:
         # Negative control: the first query alone.
         assert share(noises[0]) > 1.1
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("checked_once")
     def test_a_resumed_training_is_the_uninterrupted_one_and_keeps_its_sampling(self, tmp_path: Path) -> None:
         def trainer(config: dict[str, Any]) -> Any:

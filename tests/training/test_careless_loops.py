@@ -175,6 +175,7 @@ def test_a_step_that_failed_on_one_of_several_ranks_is_not_taken_again(monkeypat
     assert run.ledger.steps == 1
 
 
+@pytest.mark.slow
 def test_failure_51_a_step_that_is_taken_again_does_not_begin_with_what_it_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -98,6 +98,7 @@ def test_failure_79_what_mixes_examples_from_the_third_step_on_is_refused_before
     assert trainer.ledger.steps == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", [nn.Module.bfloat16, lambda model: model.pre_classifier.half()])
 def test_failure_89_weights_in_fewer_bits_from_the_third_step_on(change: Callable[[Any], Any], tmp_path: Path) -> None:
     trainer = make(tmp_path, parts={"callbacks": [After(change)]}, optim="sgd")
@@ -124,6 +125,7 @@ def test_a_hook_that_does_no_harm_is_checked_once_and_trained_with(
     assert "has other modules, forward methods or hooks than were checked" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.checked_anew
 def test_a_weight_that_each_pass_keeps_within_bounds_is_trained(tmp_path: Path) -> None:
     """As Gemma 3n does: a write that changes nothing."""

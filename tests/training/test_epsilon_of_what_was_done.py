@@ -183,6 +183,7 @@ others = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.fuzzed
 @cases(2)
 @given(st.integers(1, 6), units, st.just({}) | sparse, labels | budgets, others)

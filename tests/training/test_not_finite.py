@@ -72,6 +72,7 @@ def test_failure_14_an_example_without_a_finite_loss_contributes_nothing(tmp_pat
         assert "NaN" not in history
 
 
+@pytest.mark.slow
 def test_failure_14_a_nan_pixel_ruins_one_example_only(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     images = [

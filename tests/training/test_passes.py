@@ -60,6 +60,7 @@ def trained(path: Path, case: str, number: int, **changes: Any) -> Any:
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case == "users in pieces" else [pytest.mark.slow]) for case in CASES]
 )

@@ -192,6 +192,7 @@ def test_the_promise_of_a_run_without_noise_on_rows_is_infinite(tmp_path: Path) 
     assert trainer._plan.sampler.dataset_size == ROWS
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_was_made_without_looking_for_tables_is_refused_before_a_step(tmp_path: Path) -> None:
     class Own(DPTrainer):
         def create_optimizer(self, model: Any = None) -> Any:

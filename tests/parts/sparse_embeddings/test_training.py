@@ -177,6 +177,7 @@ def failing_from(step: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_choice_that_was_made_is_not_made_again(tmp_path: Path) -> None:
     """A training that fails after its choice, and is begun again, keeps it; a second one is not paid for."""
 

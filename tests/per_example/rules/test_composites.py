@@ -115,7 +115,7 @@ _MODELS: dict[str, Small] = {
 }  # fmt: skip
 
 
-@pytest.mark.few(80)
+@pytest.mark.few(50)
 @pytest.mark.parametrize("size", [1, 3, 4, 6])
 @pytest.mark.parametrize("name", _MODELS)
 def test_exact(name: str, size: int) -> None:
