@@ -12,7 +12,8 @@ def leave_few(items: Iterable[pytest.Item]) -> None:
     """Marks as slow all but so many cases of each test, the same each time, in no order that its parameters are in."""
     alike: dict[str, list[pytest.Item]] = {}
     for item in items:
-        alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if item.get_closest_marker("slow") is None:
+            alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in alike.values():
         marker = cases[0].get_closest_marker("few")
         if marker is not None and len(cases) > marker.args[0]:

@@ -141,7 +141,6 @@ def test_failure_58_nor_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     begun(classifier(), resume=True, steps=2, output_dir=tmp_path)[0].end()
 
 
-@pytest.mark.slow
 def test_failure_59_steps_of_this_process_are_not_dropped_for_those_of_another(tmp_path: Path) -> None:
     """Interrupted, and resumed from the newest checkpoint, which an earlier process has left."""
 

@@ -116,7 +116,6 @@ def test_failure_21_a_checkpoint_of_another_run_is_refused(
     assert run.ledger.steps == 0
 
 
-@pytest.mark.slow
 def test_failure_53_what_was_logged_is_not_said_to_be_withheld(checkpointed: Path, tmp_path: Path) -> None:
     run = trainer(copied(checkpointed, tmp_path), seed=7, withhold_non_private_logs=True)
     with pytest.raises(LedgerError, match="total_flos of its training, which withhold_non_private_logs=True withholds"):
