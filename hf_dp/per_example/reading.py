@@ -6,7 +6,7 @@ What preflight certified decides, where there is a certificate; what is left in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -43,6 +43,7 @@ class Reader:
     _storages: set[int] = field(default_factory=set)
     _has_positions: bool = True
     _has_pictures: bool = False
+    _windows: set[tuple[int, int]] = field(default_factory=set)
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """Takes note of the tensors of the micro-batch."""
@@ -151,18 +152,19 @@ class Reader:
         each = given.shape[0] // self.batch_size
         if _is_plainly_folded(given, self.batch_size):
             self.folded_lengths.add(each)
-        elif given.numel() and not self._is_even(each, are_several=given.dim() > 2):
+            self._windows.update((each, size) for size in given.shape[1:-1])
+        elif given.numel() and not self._is_even(each, given.shape[1:]):
             self._unreadable(operation, given, parameters, _PACKED)
 
-    def _is_even(self, each: int, are_several: bool = False) -> bool:
+    def _is_even(self, each: int, sizes: Sequence[int] = ()) -> bool:
         """Whether so many rows on average can only be the same number of each example.
 
         Args:
-            are_several: each is several positions, as a window of a picture is; what masks choose are single ones.
+            sizes: of the other axes. Beside a text a picture has windows where a plain view had as many, as large.
         """
         # All rows, or windows of an image, where there is no mask by which some could have been chosen.
-        has_windows = not self._has_positions or (self._has_pictures and are_several)
-        if each == self.rows > 1 or (has_windows and each in self.folded_lengths):
+        is_window = self._has_pictures and any((each, size) in self._windows for size in sizes)
+        if each == self.rows > 1 or (each in self.folded_lengths and (is_window or not self._has_positions)):
             return True
         # A choice among n positions of each example gives n for each only where it takes them all.
         whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n and n >= self.length]

@@ -158,8 +158,8 @@ class LoopOrder:
                 fix="leave accumulate() and gradient_accumulation_steps out: expected_batch_size is all of a step, and "
                 "micro_batch_size what is in memory at a time.",
             )
-        # Before the step, so that neither another thread nor a loop that goes on after an error can use it again.
         self._warn_of_no_rate(optimizer)
+        # Before the step, so that neither another thread nor a loop that goes on after an error can use it again.
         self._drawn, self._is_half, spent = None, True, ledger.steps
         try:
             yield batch._item

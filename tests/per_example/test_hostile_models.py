@@ -199,48 +199,6 @@ def test_windows_of_images_fewer_in_each_layer(size: int) -> None:
     assert relative_error(found, loop(model, square, data)) <= 1e-12
 
 
-class Described(nn.Module):
-    """Pictures in windows, and a text of each; of the text it may take the tokens that are marked."""
-
-    def __init__(self, is_chosen: bool) -> None:
-        super().__init__()
-        self.one, self.two, self.table, self.is_chosen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(9, 4), is_chosen
-
-    def forward(self, pictures: Tensor, text: Tensor) -> Tensor:
-        rows, of_text = self.one(pictures.flatten(0, 1)).cos(), self.table(text)
-        seen = self.two((rows @ rows.mT).softmax(-1) @ rows).unflatten(0, (-1, 4)).flatten(1).cos().sum(1)
-        if self.is_chosen:
-            owners = text.gt(4).nonzero()[:, 0]
-            chosen = self.two(of_text[text.gt(4)].cos()).sum(1)
-            return seen.index_add(0, owners, chosen)
-        return seen + of_text.flatten(1).sin().sum(1)
-
-
-def described(marked: list[int]) -> dict[str, Tensor]:
-    text = torch.stack([torch.tensor([5] * n + [2] * (7 - n)) for n in marked])
-    return {"pictures": torch.randn(len(marked), 4, 3, 4, dtype=torch.float64), "text": text}
-
-
-def its_losses(model: nn.Module, data: Any) -> Tensor:
-    found: Tensor = model(**data)
-    return found.square()
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
-def test_windows_of_pictures_beside_a_text(size: int) -> None:
-    """As Donut has them; a mask of the text chooses no window."""
-    model, data = Described(is_chosen=False).double(), described([4] * size)
-    certificate = preflight(model, its_losses, described([4, 4, 4]))
-    found = record(model, its_losses, data, certificate=certificate)
-    assert relative_error(found, loop(model, its_losses, data)) <= 1e-12
-
-
-def test_tokens_that_are_chosen_beside_as_many_windows_are_refused() -> None:
-    model = Described(is_chosen=True).double()
-    with pytest.raises(UnsupportedModelError, match="it may be packed"):
-        preflight(model, its_losses, described([4, 4, 4]))
-
-
 @pytest.mark.parametrize("by", ["a rule", "autograd"])
 def test_what_a_constant_was_computed_with_is_changed_in_place(by: str) -> None:
     def function(m: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Several images of an example: models drop those that only fill up, and put the others together as rows."""
+"""Several images of an example, of which models drop those that only fill up and put the others together as rows; and
+windows of one image beside a text."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Certificate, loop, preflight, record
 from hf_dp.per_example.pictures import check_pictures
+from hf_dp.per_example.reading import Reader
+from tests.per_example.small import relative_error
 from tests.zoo import image_text_batch, tiny
 
 
@@ -95,3 +98,52 @@ def test_places_that_follow_from_sizes_need_a_micro_batch_of_one(kind: str, more
     with pytest.raises(UnsupportedModelError, match="which take places by their sizes"):
         check_pictures(model, batch)  # type: ignore[arg-type]
     check_pictures(model, {name: value[:1] for name, value in batch.items()})  # type: ignore[arg-type]
+
+
+class Described(nn.Module):
+    """Pictures in windows, and a text of each; of the text it may take the tokens that are marked."""
+
+    def __init__(self, is_chosen: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.table, self.is_chosen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(9, 4), is_chosen
+
+    def forward(self, pictures: Tensor, text: Tensor) -> Tensor:
+        rows, of_text = self.one(pictures.flatten(0, 1)).cos(), self.table(text)
+        seen = self.two((rows @ rows.mT).softmax(-1) @ rows).unflatten(0, (-1, 4)).flatten(1).cos().sum(1)
+        if self.is_chosen:
+            owners = text.gt(4).nonzero()[:, 0]
+            chosen = self.two(of_text[text.gt(4)].cos()).sum(1)
+            return seen.index_add(0, owners, chosen)
+        return seen + of_text.flatten(1).sin().sum(1)
+
+
+def described(marked: list[int]) -> dict[str, Tensor]:
+    text = torch.stack([torch.tensor([5] * n + [2] * (7 - n)) for n in marked])
+    return {"pictures": torch.randn(len(marked), 4, 3, 4, dtype=torch.float64), "text": text}
+
+
+def its_losses(model: nn.Module, data: Any) -> Tensor:
+    found: Tensor = model(**data)
+    return found.square()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+def test_windows_of_pictures_beside_a_text(size: int) -> None:
+    """As Donut has them; a mask of the text chooses no window."""
+    model, data = Described(is_chosen=False).double(), described([4] * size)
+    certificate = preflight(model, its_losses, described([4, 4, 4]))
+    found = record(model, its_losses, data, certificate=certificate)
+    assert relative_error(found, loop(model, its_losses, data)) <= 1e-12
+
+
+def test_tokens_that_are_chosen_beside_as_many_windows_are_refused() -> None:
+    """Nor is what has as many rows as there are windows, of another size, taken for some."""
+    model, reader = Described(is_chosen=True).double(), Reader(2)
+    reader.begin(described([4, 4]).values())
+    reader.check_folded("linear", torch.randn(2, 4, 3, 4).flatten(0, 1), ["one"])
+    reader.check_folded("linear", torch.randn(8, 3, 4), ["two"])
+    for others in (torch.randn(8, 4), torch.randn(8, 5, 4)):
+        with pytest.raises(UnsupportedModelError, match="it may be packed"):
+            reader.check_folded("linear", others, ["two"])
+    with pytest.raises(UnsupportedModelError, match="it may be packed"):
+        preflight(model, its_losses, described([4, 4, 4]))

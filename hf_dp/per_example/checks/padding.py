@@ -80,8 +80,7 @@ def check_padding(
     """
 
     numbers: Numbers = nullcontext
-    # Which examples have a gradient in float32.
-    known: dict[int, bool] = {}
+    has_gradient: dict[int, bool] = {}  # in float32
 
     def collated(examples: Sequence[Any]) -> Batch:
         # The same rows are collated again and again, and a collator may change them.
@@ -124,9 +123,9 @@ def check_padding(
             alone = [gradients(version) for version in versions]
             left = left or alone[0][1]
             is_there = all(_are_finite(found)[0] for found, _ in alone)
-            if dtype == torch.float64 and not is_there and known.get(i, True):
+            if dtype == torch.float64 and not is_there and has_gradient.get(i, True):
                 raise ArithmeticError  # Of what float64 has no number for it says nothing.
-            known[i] = is_there
+            has_gradient[i] = is_there
             both = [(name, now, left[name]) for name, now in alone[0][1].items() if name in left]
             # A buffer that has grown is a cache.
             changed = [name for name, now, before in both if now.shape == before.shape and not equal(now, before)]
@@ -186,6 +185,7 @@ def check_padding(
     def refuse_any(drawn_within: Numbers) -> list[float]:
         nonlocal numbers
         numbers = drawn_within
+        has_gradient.clear()
         norms = refuse_moved()
         if is_rounded():
             refuse_lost()

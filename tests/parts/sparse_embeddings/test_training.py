@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
-from hf_dp import SparseEmbeddingConfig, accounting
+from hf_dp import DPTrainer, SparseEmbeddingConfig, accounting
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
 from hf_dp.parts.sparse_embeddings.kept_rows import FILE, LABEL
 from hf_dp.training.run import Run
@@ -263,3 +263,14 @@ def test_fest_chooses_the_frequent_rows_of_much_data(tmp_path: Path) -> None:
     )
     trainer.train()
     assert trainer._run.parts["sparse_embeddings"].choice.kept.tolist() == [3, 4, 5, 6]
+
+
+def test_what_fails_where_the_uses_of_tables_are_looked_up_is_refused(tmp_path: Path) -> None:
+    class Failing(DPTrainer):
+        def compute_per_example_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+            raise RuntimeError("of another size")
+
+    trainer = sparse(tmp_path, sparse={"threshold": 2.0}, kind=Failing)
+    with pytest.raises(ConfigurationError, match=r"failed in the model.*RuntimeError: of another size"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
