@@ -5,7 +5,7 @@
 Both steps run on a device whose tensors have shapes and no numbers (tests/per_example/pretended.py), with one layer and
 with two; from these follow as many as the case has. An operation takes as long as its products, or as its bytes, or as
 it takes to start, whichever is longest; of products and bytes the rates are those of hf_dp/planning/speed.py. Attention
-is left out: kernels of a real GPU do not run here, and both steps have it. `hf-dp plan` predicts by products and bytes
+is left out: kernels of a real GPU do not run here, and both steps have it. `hf-dp size` predicts by products and bytes
 of weights alone; this has activations, the loss and what is started besides.
 
 What Python does between two starts runs ahead of the device, unless it takes longer. It is measured here, on a CPU,
@@ -252,7 +252,7 @@ def run(
         print(
             f"{name}: ordinary {ordinary * 1e3:,.0f} ms, {own_number.total():,.0f} operations; private "
             f"{private * 1e3:,.0f} ms, {our_number.total():,.0f}; {private / ordinary:.2f} x "
-            f"({predicted(chosen):.2f} x by the arithmetic of hf-dp plan)"
+            f"({predicted(chosen):.2f} x by the arithmetic of hf-dp size)"
         )
         own_python, our_python = (of_python(chosen, is_private=is_private) * 1e3 for is_private in (False, True))
         print(f"    Python on this machine: {own_python:,.0f} ms, and {our_python:,.0f} ms for the private step")

@@ -13,6 +13,7 @@ from hf_dp.cli.memorisation import memorisation
 from hf_dp.cli.plan import plan
 from hf_dp.cli.recipes import recipes
 from hf_dp.cli.report import report
+from hf_dp.cli.size import size
 from hf_dp.cli.train import train
 from hf_dp.cli.verify import verify
 
@@ -47,6 +48,7 @@ def main(
 
 app.command(context_settings=SPELLINGS)(demo)
 app.command(context_settings=PLAN_SPELLINGS)(plan)
+app.command(context_settings=SPELLINGS)(size)
 # Its own --help would hide those of the recipes.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)(train)
 app.add_typer(recipes, name="recipes")

@@ -11,26 +11,21 @@ from rich.console import Console
 from hf_dp.cli.common import AsJson, print_json, refusals
 from hf_dp.cli.costs import budgets_of_groups, compute, costs, exactly_one, positive, proposal
 from hf_dp.cli.planned import answered, notes, plan_table, risk_table, start_table
-from hf_dp.cli.sizes import fits_in_words, size_table, sizes, speed_in_words
 from hf_dp.config.ranges import check_clipping_norm, is_one_of, shown
 from hf_dp.config.target import AT_FPR, check_target_tpr
 from hf_dp.config.units import UnitSamplingName
 from hf_dp.errors import ConfigurationError
 from hf_dp.planning.start import MIN_STEPS, start
 
-_DEFAULTS: Any = {"--unit-sampling": "units", "--fpr": AT_FPR, "--world-size": 1, "--length": 512, "--micro-batch": 1}
-
 
 def plan(
-    n: Annotated[
-        int | None, typer.Option("--n", help="Number of training examples; without it, --model alone is answered.")
-    ] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Number of training examples.")] = None,
     units: Annotated[
         int | None, typer.Option(help="In place of --n, where a unit has several examples: the number of units.")
     ] = None,
     unit_sampling: Annotated[
         str, typer.Option(help="Of units: units (drawn whole) or examples (each by itself).")
-    ] = _DEFAULTS["--unit-sampling"],
+    ] = "units",
     drawn_from: Annotated[
         int | None, typer.Option(help="With these, how many there are, at most --max-examples of one unit.")
     ] = None,
@@ -56,9 +51,7 @@ def plan(
     tpr: Annotated[
         float | None, typer.Option(help="In place of --epsilon: the share of members that any attack may find.")
     ] = None,
-    fpr: Annotated[float, typer.Option(help="The share of others that it takes for members, with --tpr.")] = _DEFAULTS[
-        "--fpr"
-    ],
+    fpr: Annotated[float, typer.Option(help="The share of others that it takes for members, with --tpr.")] = AT_FPR,
     noise: Annotated[
         float | None, typer.Option("--noise", "--noise-multiplier", help="A noise multiplier, to ask for its epsilon.")
     ] = None,
@@ -80,20 +73,6 @@ def plan(
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw epsilon over steps, and noise over batch size (PNG, SVG or PDF).")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A model's name or directory, to estimate memory and communication.")
-    ] = None,
-    world_size: Annotated[int, typer.Option(help="Ranks to estimate for, with --model.")] = _DEFAULTS["--world-size"],
-    lora_rank: Annotated[int | None, typer.Option(min=1, help="LoRA on every matrix of the blocks.")] = None,
-    length: Annotated[int, typer.Option(help="Positions of each example, with --model.")] = _DEFAULTS["--length"],
-    micro_batch: Annotated[int, typer.Option(help="Examples at a time, with --model.")] = _DEFAULTS["--micro-batch"],
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="GB of each rank's GPU, with --model: in how many passes a step fits.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16, int8 or nf4, with --model: of frozen weights, and what is computed."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -127,11 +106,8 @@ def plan(
     With --after what earlier private trainings spent on the same people is
     part of the budget; --other-people is PrivacyConfig(other_people=True),
     which a training after one that said it says too. PLD is the tight
-    accountant and the default in training; RDP is a looser cross-check. With
-    --model, also how much memory each of --world-size ranks needs and what it
-    sends (docs/scaling.md); that alone, where nothing of the privacy is given:
-
-        hf-dp plan --model DIRECTORY --world-size 8 --length 1024
+    accountant and the default in training; RDP is a looser cross-check. What
+    memory a model takes, and how long a step, says `hf-dp size`.
 
     Options may also be given by their names in PrivacyConfig and
     TrainingArguments: --target_epsilon, --target_delta, --max_steps.
@@ -141,79 +117,54 @@ def plan(
     with refusals(), Console(stderr=True).status("Computing"):
         if plot is not None:
             _refuse_no_place(plot, _not_of_plain_steps(share, max_batch_size, after, max_examples))
-        answer: dict[str, Any] = {}
-        if model is None:
-            of_model = {"--world-size": world_size, "--length": length, "--micro-batch": micro_batch}
-            _refuse_without_model({**of_model, "--lora-rank": lora_rank, "--gpu-memory": gpu_memory, "--dtype": dtype})
         of_data: dict[str, object] = {"--n": n, "--units": units, "--sampling-probability": sampling_probability}
-        has_data = any(value is not None for value in of_data.values())
-        if not has_data:
-            given = {"--epochs": epochs, "--steps": steps, "--examples": examples, "--epsilon": epsilon}
-            given |= {"--minutes": minutes, "--rows-per-second": rows_per_second}
-            more = {"--tpr": tpr, "--noise": noise, "--delta": delta, "--plot": plot, "--share": share or None}
-            more["--max-batch-size"] = max_batch_size
-            _refuse_without_n(model, {**given, **more, "--after": after or None, "--group": group or None})
-        else:
-            exactly_one(of_data)
-            n, of = (n, "training examples") if units is None else (units, "units")
-            _refuse_examples_of_none(units, unit_sampling, drawn_from, max_examples, sampling_probability)
-            exactly_one({"--epsilon": epsilon, "--tpr": tpr, "--noise": noise})
-            check_target_tpr(tpr, fpr)
-            exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples, "--minutes": minutes})
-            examples = compute(examples, minutes, rows_per_second)
-            check_clipping_norm(positive("--clipping-norm", clipping_norm))
-            budgets = budgets_of_groups(group or [], clipping_norm)
-            proposed = batch_size is None
-            if batch_size is None:
-                if n is None:
-                    raise ConfigurationError(
-                        "--sampling-probability without --batch-size.",
-                        why="sums are divided by it, and must not follow from n.",
-                        fix="give it; to have one proposed, give a public guess of n as --n.",
-                    )
-                if more_than_steps := _not_of_plain_steps(share, max_batch_size, after, max_examples):
-                    raise ConfigurationError(
-                        f"{more_than_steps[0]} without --batch-size.",
-                        why="a batch is proposed for steps alone, of plain Poisson samples.",
-                        fix="give it.",
-                    )
-                batch_size, steps = proposal(n, epochs, steps, examples, epsilon, delta, min_steps, of)
-            answer = costs(
-                n, sampling_probability, batch_size, epochs, steps, examples, epsilon, tpr, fpr, noise, delta,
-                share or [],
-                max_batch_size, after, other_people, of, drawn_from, max_examples,
-            )  # fmt: skip
-            counts = "examples" if units is None or max_examples is not None else "units"
-            answer |= {**_derived(answer, proposed, clipping_norm), "counts": counts, **budgets}
-        if model is not None:
-            if gpu_memory is not None:
-                positive("--gpu-memory", gpu_memory)
-            of_step = (world_size, length, micro_batch, batch_size, gpu_memory, dtype)
-            answer |= sizes(model, lora_rank, *of_step, answer.get("clipping_groups", ()))
+        exactly_one(of_data)
+        n, of = (n, "training examples") if units is None else (units, "units")
+        _refuse_examples_of_none(units, unit_sampling, drawn_from, max_examples, sampling_probability)
+        exactly_one({"--epsilon": epsilon, "--tpr": tpr, "--noise": noise})
+        check_target_tpr(tpr, fpr)
+        exactly_one({"--epochs": epochs, "--steps": steps, "--examples": examples, "--minutes": minutes})
+        examples = compute(examples, minutes, rows_per_second)
+        check_clipping_norm(positive("--clipping-norm", clipping_norm))
+        budgets = budgets_of_groups(group or [], clipping_norm)
+        proposed = batch_size is None
+        if batch_size is None:
+            if n is None:
+                raise ConfigurationError(
+                    "--sampling-probability without --batch-size.",
+                    why="sums are divided by it, and must not follow from n.",
+                    fix="give it; to have one proposed, give a public guess of n as --n.",
+                )
+            if more_than_steps := _not_of_plain_steps(share, max_batch_size, after, max_examples):
+                raise ConfigurationError(
+                    f"{more_than_steps[0]} without --batch-size.",
+                    why="a batch is proposed for steps alone, of plain Poisson samples.",
+                    fix="give it.",
+                )
+            batch_size, steps = proposal(n, epochs, steps, examples, epsilon, delta, min_steps, of)
+        answer = costs(
+            n, sampling_probability, batch_size, epochs, steps, examples, epsilon, tpr, fpr, noise, delta,
+            share or [],
+            max_batch_size, after, other_people, of, drawn_from, max_examples,
+        )  # fmt: skip
+        counts = "examples" if units is None or max_examples is not None else "units"
+        answer |= {**_derived(answer, proposed, clipping_norm), "counts": counts, **budgets}
         if plot is not None:
             from hf_dp.cli.plot import draw_plan
 
             draw_plan(answer, clipping_norm, plot)
-    found = answer.pop("risk", None)
+    found = answer.pop("risk")
     if as_json:
-        print_json(answer if found is None else {**answer, "risk": found.to_dict()})
+        print_json({**answer, "risk": found.to_dict()})
         return
     console = Console()
-    if found is not None:
-        console.print(plan_table(answer))
-        one = "example" if units is None and max_examples is None else "unit"
-        console.print(risk_table(found.rows(one)))
-        console.print(found.in_words(one), highlight=False)
-        for note in notes(answer):
-            console.print(f"Note: {note}", highlight=False)
-    if model is not None:
-        console.print(size_table(answer["per_rank"], world_size, answer["dtype"]))
-        console.print(speed_in_words(answer["time_to_ordinary"], answer["busy_from_micro_batch"]), highlight=False)
-        for line in [] if gpu_memory is None else fits_in_words(answer["fits"], gpu_memory):
-            console.print(line, highlight=False)
-    if not has_data:
-        console.print("For what a budget costs as well, give --n, --epsilon and --epochs.")
-    elif answer["proposed"]:
+    console.print(plan_table(answer))
+    one = "example" if units is None and max_examples is None else "unit"
+    console.print(risk_table(found.rows(one)))
+    console.print(found.in_words(one), highlight=False)
+    for note in notes(answer):
+        console.print(f"Note: {note}", highlight=False)
+    if answer["proposed"]:
         console.print(start_table(answer["start"]))
     if plot is not None:
         console.print(f"Figure: {plot}", soft_wrap=True)
@@ -261,26 +212,6 @@ def _refuse_examples_of_none(
             "many there are of all units together, and of one at most.",
             fix="give --units, --drawn-from and --max-examples with --unit-sampling examples, and only then; in place "
             "of the first two --sampling-probability, where n is secret.",
-        )
-
-
-def _refuse_without_n(model: str | None, of_privacy: dict[str, object]) -> None:
-    given = [name for name, value in of_privacy.items() if value is not None]
-    if model is None or given:
-        raise ConfigurationError(
-            f"no --n, with {given[0]}." if given else "neither --n nor --model.",
-            why="what a budget costs depends on the number of training examples.",
-            fix="give --n; or --model without anything of the privacy, for memory and communication alone.",
-        )
-
-
-def _refuse_without_model(of_model: dict[str, object]) -> None:
-    given = [name for name, value in of_model.items() if value != _DEFAULTS.get(name)]
-    if given:
-        raise ConfigurationError(
-            f"{given[0]} without --model.",
-            why="it would change nothing: what a budget costs depends on the expected batch, over all ranks together.",
-            fix="give --model for memory and communication, or leave it out.",
         )
 
 

@@ -51,6 +51,8 @@ class Axis(NamedTuple):
 
     def positions(self, tensor: Tensor) -> Tensor:
         """(B, T, n) from a tensor laid out like the input, features last."""
+        if tensor.dim() == 3 and tensor.shape[0] == self.batch_size:
+            return tensor  # A view of its own for each use takes a GPU's host longer than to ask.
         return tensor.reshape(self.batch_size, -1, tensor.shape[-1])
 
     def rows(self, tensor: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class _RecordedUse(torch.autograd.Function):
             )
         needs_input = bool(ctx.needs_input_grad[1])
         # Detached: factors that held on to the graph would be held by it in turn, and never be freed.
-        saved = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+        saved = tuple([tensor.detach() for tensor in ctx.saved_tensors])
         try:
             input_gradient, factors = call.rule.backward(saved, call.operands, gradients[0], call.axis, needs_input)
         except torch.OutOfMemoryError:

@@ -43,7 +43,7 @@ def test_completion_is_offered():
     assert "verify" in completed.stdout
 
 
-@pytest.mark.parametrize("command", ["demo", "plan", "train", "report", "verify"])
+@pytest.mark.parametrize("command", ["demo", "plan", "size", "train", "report", "verify"])
 def test_every_command_has_help(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0

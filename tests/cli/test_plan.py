@@ -12,7 +12,7 @@ from hf_dp.accounting.accountants import group_epsilon
 from hf_dp.cli import plot
 from hf_dp.planning.proposal import candidate
 from hf_dp.planning.start import start
-from tests.cli.typed import BASE, TINY, invoke
+from tests.cli.typed import BASE, invoke
 
 
 @pytest.mark.slow
@@ -42,7 +42,6 @@ def test_groups_of_parameters_are_told_their_norms_and_cost_nothing():
         refused = invoke(*plain, "--group", wrong)
         assert refused.exit_code == 2
         assert f"--group {wrong}" in refused.output
-    assert "--n, with --group" in invoke("plan", "--model", "x", "--group", "*=1").output
 
 
 @pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
@@ -119,23 +118,6 @@ def test_no_noise_is_printed_as_infinite_epsilon():
     result = invoke(*BASE, "--steps", "10", "--noise", "0", "--json")
     assert json.loads(result.stdout)["pld"]["epsilon"] == "inf"
     assert "Infinity" not in result.stdout
-
-
-def test_a_model_alone_is_sized_without_n(tmp_path):
-    (tmp_path / "config.json").write_text(TINY)
-    result = invoke("plan", "--model", str(tmp_path), "--world-size", "2")
-    assert result.exit_code == 0, result.output
-    assert "Each of 2 ranks" in result.stdout
-    assert "give --n, --epsilon and --epochs" in result.stdout
-    assert "noise multiplier" not in result.stdout
-    alone = json.loads(invoke("plan", "--model", str(tmp_path), "--world-size", "2", "--json").stdout)
-    assert set(alone) == {"parameters", "trained", "dtype", "per_rank", "time_to_ordinary", "busy_from_micro_batch"}
-    ratio, fewest = alone["time_to_ordinary"]["H100"], alone["busy_from_micro_batch"]["H100"]
-    said = " ".join(result.stdout.split())
-    assert f"predicted to take {ratio:.2f} x on one H100" in said
-    assert f"fewer than about {fewest} on one H100" in said
-    both = invoke(*BASE, "--steps", "1", "--noise", "1", "--model", str(tmp_path), "--world-size", "512", "--json")
-    assert json.loads(both.stdout)["parameters"] == alone["parameters"]
 
 
 def test_a_batch_is_proposed_for_compute_and_privacy():

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("checked_once")
 
 
 def asked(place: Path, *flags: str) -> Any:
-    return CliRunner().invoke(app, ["plan", "--model", str(place), *flags], env={"COLUMNS": "120", "TERM": "dumb"})
+    return CliRunner().invoke(app, ["size", "--model", str(place), *flags], env={"COLUMNS": "120", "TERM": "dumb"})
 
 
 @pytest.mark.parametrize(("name", "each"), [("nf4", 9 / 16), ("int8", 1)])

@@ -116,7 +116,7 @@ def test_little_is_reduced_once() -> None:
 
 
 def test_the_command(directory: Path) -> None:
-    base = ["plan", "--n", "1000", "--batch-size", "64", "--steps", "2", "--noise", "1", "--world-size", "4"]
+    base = ["size", "--batch-size", "64", "--world-size", "4"]
     found = CliRunner().invoke(app, [*base, "--model", str(directory), "--json"])
     assert found.exit_code == 0, found.output
     sizes = json.loads(found.stdout)
@@ -148,7 +148,7 @@ def test_nothing_is_said_of_an_encoder_but_what_was_asked(tmp_path: Path, caplog
 
 def test_numbers_are_counted_in_the_type_that_weights_are_loaded_in(directory: Path) -> None:
     def weights(*flags: str) -> int:
-        base = ["plan", "--model", str(directory), "--lora-rank", "2", "--json"]
+        base = ["size", "--model", str(directory), "--lora-rank", "2", "--json"]
         found = json.loads(CliRunner().invoke(app, [*base, *flags]).stdout)
         return int(found["per_rank"]["DDP"]["memory"]["weights"])
 
@@ -159,9 +159,9 @@ def test_numbers_are_counted_in_the_type_that_weights_are_loaded_in(directory: P
     AutoConfig.for_model("llama", **SHAPE, dtype="bfloat16").save_pretrained(directory)
     assert weights() == in_bfloat16, "as its configuration says"
     assert weights("--dtype", "float32") == in_float32
-    refused = CliRunner().invoke(app, ["plan", "--model", str(directory), "--dtype", "int4"])
+    refused = CliRunner().invoke(app, ["size", "--model", str(directory), "--dtype", "int4"])
     assert refused.exit_code == 2
-    shown = CliRunner().invoke(app, ["plan", "--model", str(directory)], env={"COLUMNS": "120", "TERM": "dumb"})
+    shown = CliRunner().invoke(app, ["size", "--model", str(directory)], env={"COLUMNS": "120", "TERM": "dumb"})
     assert "memory, in all" not in shown.stdout
     assert "memory, without activations" in shown.stdout
 
@@ -172,7 +172,7 @@ def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None
     kept = [4 * whole + 4 * computed for whole, computed in (p.factor_numbers(256) for p in size.parameters)]
     assert (one.memory["factors"], two.memory["factors"]) == (8 * sum(kept), 8 * max(kept))
     assert {**one.memory, "factors": 0} == {**two.memory, "factors": 0}
-    base = ["plan", "--model", str(directory), "--length", "256", "--micro-batch", "8", "--gpu-memory"]
+    base = ["size", "--model", str(directory), "--length", "256", "--micro-batch", "8", "--gpu-memory"]
     half, few, alone = (estimate(size, "DDP", 1, **{**shape, "micro_batch": k}).total_memory for k in (4, 2, 1))
     assert alone < few < two.total_memory < half
     for memory, fitting, rows, told in (
@@ -205,7 +205,7 @@ def test_groups_keep_the_factors_of_one_and_of_those_that_are_used_far_apart(dir
     size = model_size(str(directory))
     kept = {p.names[0]: sum(4 * numbers for numbers in p.factor_numbers(256)) for p in size.parameters}
     layers = [sum(k for name, k in kept.items() if name.startswith(f"model.layers.{i}.")) for i in range(3)]
-    base = ["plan", "--n", "1000", "--batch-size", "8", "--steps", "2", "--epsilon", "8", "--model", str(directory)]
+    base = ["size", "--batch-size", "8", "--model", str(directory)]
     base += ["--length", "256", "--micro-batch", "8", "--world-size", "2", "--gpu-memory", "80", "--json"]
 
     def planned(*patterns: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_dp.cli.sizes import speed_in_words
+from hf_dp.cli.size import speed_in_words
 from hf_dp.per_example import Dense, Outer, products
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.norms import squared_norms

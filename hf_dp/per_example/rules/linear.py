@@ -60,7 +60,7 @@ def _linear_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: A
         factors["bias"] = PerExample.over(axis.positions(gradient))
     if not needs_input:
         return None, factors
-    weight = weight.to(gradient.dtype)
+    weight = weight if weight.dtype == gradient.dtype else weight.to(gradient.dtype)
     return times(gradient, weight.T if is_transposed else weight), factors
 
 

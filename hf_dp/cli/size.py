@@ -1,17 +1,69 @@
-"""What of `hf-dp plan` is about a model: memory and communication of each rank."""
+"""`hf-dp size`: what a private training of a model takes on each rank, before it is loaded."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from rich.console import Console
 from rich.table import Table
 
+from hf_dp.cli.common import AsJson, print_json, refusals
+from hf_dp.cli.costs import budgets_of_groups, positive
+
 _FEW_BITS = ("int8", "nf4")
-# What is added up: of activations a plan knows nothing.
+# What is added up: of activations nothing is known.
 _TOGETHER = {"memory": "without activations", "sent in one step": "in all"}
+
+
+def size(
+    model: Annotated[str, typer.Option(help="A model's name or directory: its configuration is read, no weights.")],
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="LoRA on every matrix of the blocks.")] = None,
+    length: Annotated[int, typer.Option(help="Positions of each example.")] = 512,
+    micro_batch: Annotated[int, typer.Option(help="Examples at a time (per_device_train_batch_size).")] = 1,
+    world_size: Annotated[int, typer.Option(help="Ranks.")] = 1,
+    batch_size: Annotated[
+        float | None, typer.Option(help="Expected logical batch; without it, a micro-batch on each rank.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="GB of each rank's GPU: in how many passes a step fits.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, int8 or nf4: of frozen weights, and what is computed."),
+    ] = None,
+    group: Annotated[list[str] | None, typer.Option(help="Of clipping by groups, PATTERN=WEIGHT of one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What memory each rank needs, what it sends, and how long a step takes beside an ordinary one, by arithmetic.
+
+    Example: 8 ranks, each with 8 rows of 1,024 positions at a time:
+
+        hf-dp size --model DIRECTORY --world-size 8 --length 1024 --micro-batch 8
+
+    With --gpu-memory, whether a step fits there in one pass, and otherwise
+    what does: smaller micro-batches, or PrivacyConfig(passes=2)
+    (docs/scaling.md). What a budget costs is for `hf-dp plan`.
+
+    Exit codes: 0, answered; 2, refused: there is no such model.
+    """
+    with refusals(), Console(stderr=True).status("Computing"):
+        for option, value in {"--batch-size": batch_size, "--gpu-memory": gpu_memory}.items():
+            if value is not None:
+                positive(option, value)
+        groups = budgets_of_groups(group or [], 1.0).get("clipping_groups", {})
+        answer = sizes(model, lora_rank, world_size, length, micro_batch, batch_size, gpu_memory, dtype, groups)
+    if as_json:
+        print_json(answer)
+        return
+    console = Console()
+    console.print(size_table(answer["per_rank"], world_size, answer["dtype"]))
+    console.print(speed_in_words(answer["time_to_ordinary"], answer["busy_from_micro_batch"]), highlight=False)
+    for line in [] if gpu_memory is None else fits_in_words(answer["fits"], gpu_memory):
+        console.print(line, highlight=False)
 
 
 def sizes(
