@@ -6,17 +6,34 @@ What preflight certified decides, where there is a certificate; what is left in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from torch import Tensor
 
+from hf_dp.per_example.picked import Picked
 from hf_dp.per_example.pictures import not_blank
-from hf_dp.per_example.rule import BY_GRADIENT, MIXED, SECOND, Axis, Bound, Readings, Rule, refusal
+from hf_dp.per_example.rule import (
+    BY_GRADIENT,
+    INFERRED,
+    INFERS,
+    MIXED,
+    SECOND,
+    Axis,
+    Bound,
+    Readings,
+    Rule,
+    Use,
+    refusal,
+)
 
-_PACKED = "it may be packed, with other numbers of rows for each of"
 _SECOND = "neither its first axis nor its second can be read as"
+_WHOLE = (
+    "let each example keep all of its rows (zeros in place of those that are left out), or make their numbers even and "
+    "give them as (B, rows, ...)"
+)
 
 
 @dataclass(eq=False)
@@ -27,37 +44,38 @@ class Reader:
         batch_size: B.
         ambiguous_sizes: sizes that other axes have too, or None where readings are certified.
         readings: what is known of them.
-        length: positions of each row in the ids of the batch.
-        rows: how many rows of ids each example has: two of a pair of texts.
-        folded_lengths: rows of each example in plain views.
         images: how many each example has, where it may have several.
+        inferred: what was read as folded, and is no plain view; see `Picked`.
     """
 
     batch_size: int
     ambiguous_sizes: frozenset[int] | None = None
     readings: Readings = field(default_factory=dict)
-    length: int = 0
-    rows: int = 1
-    folded_lengths: set[int] = field(default_factory=set)
     images: list[int] = field(default_factory=list)
+    inferred: set[Use] = field(default_factory=set)
     _storages: set[int] = field(default_factory=set)
-    _has_positions: bool = True
-    _has_pictures: bool = False
-    _windows: set[tuple[int, int]] = field(default_factory=set)
+    _folded_lengths: set[int] = field(default_factory=set)
+    _picked: Picked | None = None
+    _has_looked: bool = False
 
-    def begin(self, tensors: Iterable[Tensor]) -> None:
-        """Takes note of the tensors of the micro-batch."""
+    @contextmanager
+    def reading(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Inside is the forward pass of a micro-batch of these `tensors`."""
         given = list(tensors)
         self._storages = {_storage(v) for v in given}
-        ids = [v for v in given if v.dim() == 2 and not v.is_floating_point()]
-        others = [v for v in given if v.dim() > 2]
-        if not ids and all(v.dim() == 3 and not v.is_floating_point() for v in others):
-            ids, self.rows = others, max((v.shape[1] for v in others), default=1)
-        self._has_positions = bool(ids)
-        self._has_pictures = any(v.dim() == 4 and v.is_floating_point() for v in given)
-        self.length = max([*(v.shape[-1] for v in ids), *(v.shape[1] for v in others if not ids)], default=0)
         # (B, N, C, H, W): models drop the images that are all zero, which fill up an example with fewer than others.
-        self.images = next((not_blank(v).tolist() for v in given if v.dim() == 5), [])
+        several = [v for v in given if v.dim() == 5]
+        self.images = not_blank(several[0]).tolist() if several else []
+        # To follow each operation takes time, and nothing may follow from it.
+        if not self.readings.get(INFERS, True):
+            yield
+            return
+        self._picked = Picked(given, self.batch_size, several[0].shape[:2].numel() if several else 0)
+        try:
+            with self._picked:
+                yield
+        finally:
+            self._picked, self._has_looked = None, True
 
     @property
     def has_uneven_images(self) -> bool:
@@ -88,10 +106,10 @@ class Reader:
         if given is None:
             rows = bound.options["rows"]
             found = self.example_axis(rows) if known != "constant" else None
-            if "folded" in (found, found and known) and not self._is_even(rows // self.batch_size):
-                raise refusal(
-                    parameters, f"operation {rule.name} to {rows} rows", f"{_PACKED} {self.batch_size} examples"
-                )
+            if "folded" in (found, found and known) and self.batch_size > 1:
+                is_known = rows // self.batch_size in self._folded_lengths
+                self._refuse_picked(f"operation {rule.name} to {rows} rows", parameters, is_known)
+                self.inferred.update(Use(rule.name, name, INFERRED, 0) for name in parameters)
             return found or "constant"
         found = self.example_axis(given.shape[0]) if given.dim() > rule.features else None
         may_be_second = self._may_be_second(rule, bound, given)
@@ -101,6 +119,8 @@ class Reader:
             return SECOND
         if known != "constant" and (found == "folded" or (found == "batch" and known == "folded")):
             self.check_folded(rule.name, given, parameters)
+        elif known != "constant" and found == "batch":
+            self._check_picked(rule.name, given, parameters)
         if given.requires_grad or known in ("batch", "folded", "data"):
             return found or self._unreadable(rule.name, given, parameters, "its first axis cannot be read as")
         if not found and self.has_uneven_images and given.shape[0] == sum(self.images):
@@ -149,27 +169,41 @@ class Reader:
 
     def check_folded(self, operation: str, given: Tensor, parameters: list[str]) -> None:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
-        each = given.shape[0] // self.batch_size
         if _is_plainly_folded(given, self.batch_size):
-            self.folded_lengths.add(each)
-            self._windows.update((each, size) for size in given.shape[1:-1])
-        elif given.numel() and not self._is_even(each, given.shape[1:]):
-            self._unreadable(operation, given, parameters, _PACKED)
+            self._folded_lengths.add(given.shape[0] // self.batch_size)
+        elif given.numel() and self.batch_size > 1:
+            what = f"operation {operation} on an input of shape {tuple(given.shape)}"
+            self._refuse_picked(what, parameters, self._picked is None or self._picked.is_data(given))
+            if self.has_uneven_images and given.shape[0] % sum(self.images) == 0:
+                self._unreadable(operation, given, parameters, "")
+            self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
+            self._folded_lengths.add(given.shape[0] // self.batch_size)
 
-    def _is_even(self, each: int, sizes: Sequence[int] = ()) -> bool:
-        """Whether so many rows on average can only be the same number of each example.
+    def _check_picked(self, operation: str, given: Tensor, parameters: list[str]) -> None:
+        """Refuses as many rows as examples that were picked, and are not one of each in order."""
+        found = None if self._picked is None or self.batch_size == 1 else self._picked.has_one_of_each(given)
+        if found is False:
+            self._unreadable(
+                operation, given, parameters, "its rows were picked, and are not one of each, in order, of"
+            )
+        if found:
+            self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
 
-        Args:
-            sizes: of the other axes. Beside a text a picture has windows where a plain view had as many, as large.
-        """
-        # All rows, or windows of an image, where there is no mask by which some could have been chosen.
-        is_window = self._has_pictures and any((each, size) in self._windows for size in sizes)
-        if each == self.rows > 1 or (each in self.folded_lengths and (is_window or not self._has_positions)):
-            return True
-        # A choice among n positions of each example gives n for each only where it takes them all.
-        whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n and n >= self.length]
-        # Or the images of each example, none of them dropped.
-        return self.batch_size == 1 or self.images == [each] * self.batch_size or not all(each % n for n in whole)
+    def _refuse_picked(self, what: str, parameters: list[str], is_known: bool) -> None:
+        """Refuses rows of which it is not known that each example has as many; once, in the forward pass."""
+        if self._picked is None and self._has_looked:  # a checkpoint computes it again
+            return
+        if self._picked is None:
+            reason = "it may be packed: no such rows, which are no plain view, were there when it was checked, of"
+        elif self._picked.by is not None:
+            reason = f"it may be packed: {self._picked.by}() picked rows before, maybe more of some than of others of"
+        elif not is_known:
+            reason = (
+                "it may be packed: it was made beside torch's operations, maybe of more rows of some than of others of"
+            )
+        else:
+            return
+        raise refusal(parameters, what, f"{reason} {self.batch_size} examples", _WHOLE)
 
     def _unreadable(self, operation: str, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
         if self.has_uneven_images:

@@ -99,6 +99,10 @@ MIXED = "mixed"
 # Noted beside the reading of data that requires no gradient.
 PLAIN = "plain"
 BY_GRADIENT = "by gradient"
+# Noted beside "folded", where that is no plain view.
+INFERRED = "inferred"
+# The key of whether any reading is.
+INFERS = ("", "", 0)
 Readings = Mapping[tuple[str, str, int], str]
 
 
@@ -132,7 +136,9 @@ class Certificate(frozenset[Use]):
         found: dict[tuple[str, str, int], set[str]] = {}
         for use in self | self.read:
             found.setdefault((use.operation, use.parameter, use.dimensions), set()).add(use.reading)
-        return {key: _joined(seen) for key, seen in found.items()}
+        infers = any(INFERRED in seen for seen in found.values())
+        readings = {key: _joined(seen - {INFERRED}) for key, seen in found.items()}
+        return {**readings, INFERS: INFERRED if infers else ""}
 
 
 def _joined(readings: set[str]) -> str:

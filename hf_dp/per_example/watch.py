@@ -108,9 +108,9 @@ class Watch:
 
     def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward pass of an attached model: the losses (B,), with their graph."""
-        self.reader.begin(v for v in batch.values() if isinstance(v, Tensor))
-        with torch.enable_grad():
+        with torch.enable_grad(), self.reader.reading(v for v in batch.values() if isinstance(v, Tensor)):
             losses = loss_fn(model, batch)
+            self.read |= self.reader.inferred
             refuse_constant(losses, self.uses, self.batch_size)
             check_losses(losses, self.batch_size)
         return losses

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.per_example.checks.memory import buffers_told, write_of
 from hf_dp.per_example.sharding import local, total_norm
+from hf_dp.per_example.watched import flatten
 
 Around = tuple[Callable[[], None], Callable[[], None]]
 Mark = tuple[Tensor, int, int, int]
@@ -53,6 +54,7 @@ class WrittenGradients:
                 why="that its gradients are those with noise, and no others, is checked there.",
                 fix="call super().__init__(params, defaults) of torch.optim.Optimizer in its constructor.",
             )
+        _refuse_hooks_within(self._optimizer)
         _HELD.add(self._optimizer)
         self._listen()
 
@@ -107,6 +109,7 @@ class WrittenGradients:
 
     def _compare(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         was_taken, self._taken = self._taken, True
+        _refuse_hooks_within(optimizer)
         if next(reversed(optimizer._optimizer_step_pre_hooks)) != self._handles[0].id:
             raise ConfigurationError(
                 f"{type(optimizer).__name__}.step() with a hook that was registered after the private step.",
@@ -127,6 +130,24 @@ class WrittenGradients:
                 "pass and no clipping there), and put what belongs to the loss into that of each example "
                 "(compute_per_example_loss). This step moved nothing; what its gradients cost is spent.",
             )
+
+
+def _refuse_hooks_within(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses hooks of the optimizers that this one steps: they come when its gradients have been compared."""
+    seen, to_do = {id(optimizer)}, [optimizer]
+    for outer in to_do:
+        for inner in flatten(list(vars(outer).values())):
+            if not isinstance(inner, torch.optim.Optimizer) or id(inner) in seen:
+                continue
+            seen.add(id(inner))
+            to_do.append(inner)
+            if getattr(inner, "_optimizer_step_pre_hooks", None):
+                raise ConfigurationError(
+                    f"{type(inner).__name__} with a hook before its step, within {type(optimizer).__name__}.",
+                    why="it comes after the comparison with the gradients of the private step, and may change them.",
+                    fix="register the hook with the optimizer that the training steps (trainer.optimizer in "
+                    "on_train_begin, or what make_optimizer() returned), before the step. Nothing was moved by this.",
+                )
 
 
 class Weights:

@@ -241,3 +241,27 @@ def test_failure_72_what_a_fused_optimizer_writes_in_a_pass_is_seen_as_well(tmp_
     with pytest.raises(UnsupportedModelError, match="'centre' was written to"):
         run.train()
     assert 0 < run.ledger.steps < 30, "seen in the step that drew it"
+
+
+def test_failure_93_hooks_of_an_optimizer_within_another(tmp_path: Path) -> None:
+    """They come after the comparison: refused before the first step, or before the one that they were added for."""
+
+    def trainer_with(model: Any, hook: bool, parts: dict[str, Any]) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if hook:
+            optimizer.register_step_pre_hook(lambda *_: model.head.bias.grad.add_(1000.0))
+        parts = {"optimizers": (optimizer, None), "data_collator": stack, **parts}
+        parts = {"train_dataset": clicks(), **parts}
+        return make(tmp_path, model, sparsely, Clicks, parts, remove_unused_columns=False)
+
+    sparsely = private(sparse_embeddings=SparseEmbeddingConfig(threshold=1.0))
+    with pytest.raises(ConfigurationError, match="SGD with a hook before its step, within LazyRows"):
+        trainer_with(Recommender(), True, {}).train()
+
+    def added(model: Any, optimizer: Any) -> None:
+        optimizer.optimizer.rest.register_step_pre_hook(lambda *_: None)
+
+    acts = Acts("on_step_begin", added)
+    with pytest.raises(ConfigurationError, match="a hook before its step, within LazyRows"):
+        trainer_with(model := Recommender(), False, {"callbacks": [acts]}).train()
+    assert same(acts.before, parameters(model)), "nothing has moved"

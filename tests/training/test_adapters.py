@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_dp import PrivacyConfig
-from hf_dp.errors import ConfigurationError, UnseenUseError
+from hf_dp.errors import ConfigurationError
 from hf_dp.hub import verify
 from hf_dp.training.adapters import read_adapters
 from hf_dp.training.refusals import refuse_clashing_names
@@ -167,7 +167,7 @@ def test_what_is_trained_from_some_step_on_is_for_a_training_after_this_one(tmp_
     model.add_adapter("two", LoraConfig(r=2, target_modules=["v_lin"]))
     model.set_adapter("one")
     first = make(tmp_path, model, PrivacyConfig(target_epsilon=3), parts={"callbacks": [Switch()]})
-    with pytest.raises(UnseenUseError, match=r"(?s)two.*begin another with PrivacyConfig\(after="):
+    with pytest.raises(ConfigurationError, match=r"(?s)two.*begin another with PrivacyConfig\(after="):
         first.train()
     assert first.ledger.steps == 2
     first.save_model(str(tmp_path / "first"))

@@ -12,7 +12,7 @@ from transformers import DistilBertModel, TrainerCallback
 
 from hf_dp.errors import ConfigurationError, PreflightError
 from hf_dp.training.engine import Engine
-from tests.training.workbench import make
+from tests.training.workbench import classifier, make
 
 
 def centred(module: nn.Module, args: Any, output: Any) -> Any:
@@ -175,3 +175,24 @@ def test_after_a_refusal_in_the_middle_steps_are_asked_what_they_were_asked(tmp_
     assert engine._memory is memory
     handle.remove()
     assert next(engine.micro_batches({"micro_batches": []}), None) is None
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 4])
+def test_what_is_unfrozen_later_is_refused_before_its_step_is_paid_for(tmp_path: Path, rows_at_once: int) -> None:
+    """In micro-batches of one row too, in which uses need no certificate; what is frozen later stays as it is."""
+
+    def switch(model: Any, to: bool) -> Any:
+        class Switches(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                (model.distilbert if to else model.pre_classifier).requires_grad_(to)
+
+        return {"callbacks": [Switches()]}
+
+    settings = {"per_device_train_batch_size": rows_at_once}
+    model = classifier()
+    model.distilbert.requires_grad_(False)
+    trainer = make(tmp_path, model, parts=switch(model, True), **settings)
+    with pytest.raises(ConfigurationError, match=r"more trained parameters than .* \(distilbert\.\S+ the first\)"):
+        trainer.train()
+    assert trainer.ledger.steps == 1
+    make(tmp_path / "again", model := classifier(), parts=switch(model, False), **settings).train()

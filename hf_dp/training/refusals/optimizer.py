@@ -1,19 +1,24 @@
-"""Optimizers that would spend budget for nothing, or see what has no noise."""
+"""Optimizers that would spend budget for nothing, see what has no noise, or have seen it."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
+from hf_dp.per_example.sharding import local
+from hf_dp.per_example.watched import flatten
 
 logger = logging.getLogger(__name__)
+# Those whose state came from private steps alone, or was none, when a private training began with them.
+_OF_PRIVATE_STEPS = weakref.WeakSet[torch.optim.Optimizer]()
 
 
 def _never_steps(optimizer: Any, by_rows: Iterable[nn.Parameter]) -> str | None:
@@ -73,3 +78,39 @@ def refuse_optimizer(
             "or give it all, those with a rate of their own as a group.",
             *(type(optimizer).__name__, len(missing), missing[0]),
         )
+
+
+def refuse_state_from_elsewhere(optimizer: Any, *, is_restored: bool) -> None:
+    """Refuses an optimizer that remembers gradients of another training: its next step releases them, without noise.
+
+    What a constructor makes (Adagrad's sums, copies of the weights) is one number, or the parameter itself.
+
+    Args:
+        is_restored: whether its state is that of a checkpoint of this training, which was held against its checksums.
+
+    Raises:
+        ConfigurationError: with the name of the state.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    if not is_restored and optimizer not in _OF_PRIVATE_STEPS:
+        for p, states in list(optimizer.state.items()):
+            for name, value in states.items() if isinstance(states, dict) else [("state", states)]:
+                if any(isinstance(one, Tensor) and _may_remember(one, p) for one in flatten(value)):
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} with a state ({name}) before the first step.",
+                        why="it was computed from the gradients of another training, which have no noise: the first "
+                        "private step would put them into the weights, and no ledger counts that.",
+                        fix="make the optimizer anew; or go on from a checkpoint (resume_from_checkpoint), whose state "
+                        "follows from private steps.",
+                    )
+    _OF_PRIVATE_STEPS.add(optimizer)
+    if hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+        optimizer.register_load_state_dict_post_hook(_OF_PRIVATE_STEPS.discard)
+
+
+def _may_remember(state: Tensor, p: Any) -> bool:
+    values = local(state.detach())
+    if values.numel() < 2 or bool(values.eq(values.reshape(-1)[0]).all()):
+        return False
+    same = isinstance(p, Tensor) and values.shape == local(p.detach()).shape
+    return not (same and torch.equal(values.to(p.dtype), local(p.detach())))

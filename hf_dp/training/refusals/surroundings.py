@@ -1,4 +1,5 @@
-"""What is switched on around the steps: as it was when the engine was held against the oracle, or nothing is known."""
+"""What is switched on around the steps, and what is trained: as it was when the engine was held against the oracle, or
+nothing is known."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from torch import nn
 
 from hf_dp.errors import ConfigurationError
 
+_TRAINED = "more trained parameters"
+
 
 def surroundings(model: nn.Module) -> dict[str, object]:
-    """What decides in which precision a model computes, but for what it does itself.
+    """What decides in which precision a model computes, but for what it does itself; and what of it is trained.
 
     Raises:
         ConfigurationError: no gradients can be computed here.
@@ -18,8 +21,9 @@ def surroundings(model: nn.Module) -> dict[str, object]:
     named = dict(model.named_parameters())
     kinds = sorted({p.device.type for p in named.values()})
     return {
-        "torch.autocast": [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)],
-        "dtype of weights": {name: p.dtype for name, p in named.items()},
+        "another torch.autocast": [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)],
+        "another dtype of weights": {name: p.dtype for name, p in named.items()},
+        _TRAINED: {name for name, p in named.items() if p.requires_grad},
     }
 
 
@@ -28,17 +32,28 @@ def refuse_other_surroundings(begun_in: dict[str, object], model: nn.Module) -> 
     now = surroundings(model)
     if others := [name for name in begun_in if _differs(now[name], begun_in[name])]:
         raise ConfigurationError(
-            f"a private step with another {' and another '.join(others)} than the training began with.",
-            why="that gradients are exact for each example was found out in that precision, and in no other.",
-            fix="choose the precision before the training begins, and leave it.",
+            f"a private step with {' and '.join(others)} than the training began with{_first(now, begun_in)}.",
+            why="that gradients are exact for each example was found out as it was then, and is not known of others.",
+            fix="choose the precision, and what is trained, before the training begins, and leave both. What is "
+            "unfrozen later, or an adapter that is switched to, is for a training of its own: end this one with "
+            "save_model(), and begin another with PrivacyConfig(after=...), which has one budget with it.",
         )
 
 
 def _differs(now: object, before: object) -> bool:
-    """Of weights that are not those of before, others ask."""
+    """Of weights that are not those of before, others ask; what is frozen later is no longer trained, and no more."""
+    if isinstance(now, set) and isinstance(before, set):
+        return not now <= before
     if isinstance(now, dict) and isinstance(before, dict):
         return any(before.get(name, dtype) != dtype for name, dtype in now.items())
     return now != before
+
+
+def _first(now: dict[str, object], before: dict[str, object]) -> str:
+    """The name of a parameter that was not trained then."""
+    more, known = now[_TRAINED], before[_TRAINED]
+    names = sorted(more - known) if isinstance(more, set) and isinstance(known, set) else []
+    return f" ({names[0]} the first)" if names else ""
 
 
 def _refuse_no_gradients() -> None:

@@ -1,0 +1,155 @@
+"""Whether a model picks rows: then how many of them are an example's follows from the data, and not from a shape.
+
+Of B k rows each example has k where all that was done to a batch keeps every row: views, copies, and what works on each
+row alone. In which order they lie preflight compares with the oracle, since that is the same for all data. An operation
+that picks rows along a first axis, or puts them elsewhere, ends that; so does what is made beside torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_dp.per_example.watched import WatchedParameter, flatten
+
+_INDEXING = frozenset(("__getitem__", "index"))
+# Of these each number of the result is one of the first argument's, wherever that is chosen by the others.
+_CHOOSING = _INDEXING | {"index_select", "gather", "take_along_dim", "narrow", "narrow_copy", "slice", "split", "chunk"}
+_INDEXED_WRITES = frozenset(("__setitem__", "index_put", "index_put_"))
+_JOINING = frozenset(("cat", "concat", "concatenate", "vstack", "row_stack"))
+# Where the arguments of what picks along one axis have that axis, and which it is where they leave it out; () of what
+# knows no axis.
+_PICKING: dict[str, tuple[int, int] | tuple[()]] = {
+    **dict.fromkeys(("cat", "concat", "concatenate"), (1, 0)),
+    **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk", "unsafe_chunk", "unsafe_split"), (2, 0)),
+    **dict.fromkeys(("narrow", "narrow_copy", "index_select", "gather", "unfold", "slice"), (1, 0)),
+    "sort": (1, -1),
+    **dict.fromkeys(("topk", "take_along_dim"), (2, -1)),
+    **dict.fromkeys(("masked_select", "take", "msort", "unique", "unique_consecutive", "as_strided", "vstack"), ()),
+}
+# The same of what writes rows into others.
+_WRITING: dict[str, tuple[int, int] | tuple[()]] = {
+    **dict.fromkeys(("index_add", "index_copy", "index_fill", "index_reduce", "slice_scatter"), (1, 0)),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "select_scatter"), (1, 0)),
+    **dict.fromkeys(("masked_scatter", "put"), ()),
+}
+
+
+class Picked(TorchFunctionMode):
+    """Follows the data of one forward pass.
+
+    Args:
+        batch: its tensors.
+        batch_size: B.
+        images: for how many there is room in the batch, where an example may have several: what becomes of those that
+            are not there is asked elsewhere.
+
+    Attributes:
+        by: the first operation that picked other rows than one for each example; None if none has.
+    """
+
+    def __init__(self, batch: Iterable[Tensor], batch_size: int, images: int = 0) -> None:
+        super().__init__()
+        self.by: str | None = None
+        self._data: Any = WeakIdKeyDictionary()
+        self._data.update((tensor, None) for tensor in batch)
+        # What follows from B rows that were picked: whether row i was of example i.
+        self._one_of_each: Any = WeakIdKeyDictionary()
+        self._batch_size, self._images = batch_size, images
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        given = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
+        if not any(map(self.is_data, given)):
+            return output
+        made = [one for one in flatten(output) if isinstance(one, Tensor)]
+        self._data.update((one, None) for one in made)
+        known = [self._one_of_each[a] for a in given if a in self._one_of_each]
+        name = str(getattr(func, "__name__", "")).partition(".")[0]
+        if self._picks(name, args, kwargs):
+            is_written = name in _INDEXED_WRITES or name.removesuffix("_") in _WRITING
+            if any(one.dim() and len(one) != self._batch_size for one in (given[:1] if is_written else made)):
+                self.by = self.by or name.strip("_")
+            elif not is_written:
+                # From what the numbers follow by which they were picked makes no difference to which they are.
+                is_one = self._is_one_of_each(name, func, args, kwargs)
+                known = [self._one_of_each.get(given[0], True) and is_one]
+        if known:
+            self._one_of_each.update((one, all(known)) for one in made)
+        return output
+
+    def is_data(self, tensor: Tensor) -> bool:
+        """Whether it was computed from the batch."""
+        is_parameter = isinstance(tensor, (nn.Parameter, WatchedParameter))
+        return tensor in self._data or (tensor.requires_grad and not is_parameter)
+
+    def has_one_of_each(self, tensor: Tensor) -> bool | None:
+        """Of what follows from B rows that were picked whether row i was example i's; None of anything else."""
+        return self._one_of_each.get(tensor)  # type: ignore[no-any-return]
+
+    def _picks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operation picks rows of data, or writes some."""
+        tensors = [a for a in flatten(args) if isinstance(a, Tensor)]
+        if not tensors or tensors[0].dim() == 0 or isinstance(tensors[0], WatchedParameter):
+            return False
+        source = tensors[0]
+        if self._images and source.dim() > 2 and len(source) == self._images and not source.requires_grad:
+            return False
+        if name in _INDEXING | _INDEXED_WRITES:
+            index = args[1] if name.startswith("__") else tuple(slice(None) if i is None else i for i in args[1])
+            # What looks up rows of a table has as many as it was given numbers of rows.
+            is_lookup = name in _INDEXING and not self.is_data(source) and not any(map(_is_mask, flatten(index)))
+            return not is_lookup and _is_along_first(source, index)
+        if name == "repeat_interleave":
+            return any(isinstance(a, Tensor) and a.numel() > 1 for a in (*args[1:], *kwargs.values()))
+        if (place := _WRITING.get(name.removesuffix("_"))) is not None:
+            return _is_first(place, args, kwargs, source)
+        place = _PICKING.get(name)
+        is_of_data = place is not None and any(map(self.is_data, tensors if name in _JOINING else [source]))
+        return place is not None and is_of_data and _is_first(place, args, kwargs, source)
+
+    def _is_one_of_each(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the B rows that an operation picks of B k are one of each example, in order."""
+        source, size = args[0], self._batch_size
+        if name not in _CHOOSING or not isinstance(source, Tensor) or len(source) % size:
+            return False
+        owners = torch.arange(size, device=source.device).repeat_interleave(len(source) // size)
+        found = func(owners.view(-1, *[1] * (source.dim() - 1)).expand(source.shape), *args[1:], **kwargs)
+        first = torch.arange(size, device=source.device)[:, None]
+        return all(bool((one.reshape(size, -1) == first).all()) for one in flatten(found))
+
+
+def _is_first(place: tuple[int, int] | tuple[()], args: tuple[Any, ...], kwargs: Any, source: Tensor) -> bool:
+    """Whether an operation works along the first axis."""
+    if not place:
+        return True
+    position, default = place
+    found = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else default))
+    return not isinstance(found, int) or found % source.dim() == 0
+
+
+def _is_along_first(source: Tensor, index: Any) -> bool:
+    """Whether an index picks some rows of the first axis, other than a single one."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if parts and parts[0] is Ellipsis:
+        parts = parts[1:]
+        taken = sum(part.dim() if _is_mask(part) else part is not None for part in parts)
+        if taken < source.dim():
+            return False
+    first = next((part for part in parts if part is not None), slice(None))
+    if isinstance(first, slice):
+        return first.indices(len(source)) != (0, len(source), 1)
+    is_number = isinstance(first, Tensor) and first.dim() == 0 and not _is_mask(first)
+    return isinstance(first, bool) or not (is_number or isinstance(first, int))
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)

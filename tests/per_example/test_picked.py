@@ -1,0 +1,218 @@
+"""Rows that a model picks are no even number of each example's, and as many as examples need not be one of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example import loop, preflight, record
+from hf_dp.per_example.picked import Picked
+from tests.per_example.small import relative_error
+
+MARK = 8
+
+
+class Tagged(nn.Module):
+    """Tokens (B, T), of which `how` makes rows; the mean of what comes of each example's is classified."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.table, self.inner, self.out = how, nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows, owners = self.how(self.table(ids), ids)
+        made = self.inner(rows).cos()
+        return self.out(made.new_zeros(len(ids), 6).index_add(0, owners, made).sin())
+
+
+def losses(model: Any, data: Any) -> Tensor:
+    return F.cross_entropy(model(data["input_ids"]), data["labels"], reduction="none")
+
+
+def marked(*counts: int) -> dict[str, Tensor]:
+    """Rows of seven tokens, so many of which are marked."""
+    ids = torch.arange(7).repeat(len(counts), 1)
+    for i, count in enumerate(counts):
+        ids[i, 1 : 1 + count] = MARK
+    return {"input_ids": ids, "labels": torch.arange(len(counts)) % 3}
+
+
+def owners_of(ids: Tensor, times: Tensor | int = 1) -> Tensor:
+    rows = torch.arange(len(ids)).repeat_interleave(ids.shape[1])
+    return rows.repeat_interleave(times if isinstance(times, Tensor) else torch.full((ids.numel(),), times))
+
+
+def by_mask(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    return h[ids == MARK], owners_of(ids)[(ids == MARK).flatten()]
+
+
+def by_numbers(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    chosen = (ids == MARK).flatten().nonzero().squeeze(1)
+    return h.flatten(0, 1).index_select(0, chosen), owners_of(ids)[chosen]
+
+
+def in_pieces(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    counts = (ids == MARK).sum(1).tolist()
+    rows = torch.cat([one[1 : 1 + count] for one, count in zip(h, counts, strict=True)])
+    return rows, torch.arange(len(ids)).repeat_interleave(torch.tensor(counts))
+
+
+def once_or_twice(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    times = (1 + ids.eq(MARK).long()).flatten()
+    return h.flatten(0, 1).repeat_interleave(times, 0), owners_of(ids, times)
+
+
+def placed(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Into as many places for all, by what is in them."""
+    order = ids.flatten().argsort(stable=True)
+    rows = torch.zeros_like(h.flatten(0, 1))
+    rows[torch.arange(len(order))] = h.flatten(0, 1)[order]
+    return rows, owners_of(ids)[order]
+
+
+PACKING = {one.__name__: one for one in (by_mask, by_numbers, in_pieces, once_or_twice, placed)}
+
+
+@pytest.mark.parametrize("how", PACKING)
+@pytest.mark.parametrize("counts", [(2, 2, 2), (4, 1, 1)], ids=["even", "uneven"])
+def test_failure_92_picked_rows_are_refused_before_the_first_step(how: str, counts: tuple[int, ...]) -> None:
+    """Of a text too, and where all examples of the check have as many: by the operation, and not by numbers."""
+    said = r"it may be packed: \w+\(\) picked rows" + ("" if len(set(counts)) == 1 else "|cannot be read as")
+    with pytest.raises(UnsupportedModelError, match=said):
+        preflight(Tagged(PACKING[how]), losses, marked(*counts))
+
+
+def chunks(model: Any, data: Any) -> Tensor:
+    """Patches of pictures (B, 1, 8, 8), so many at a time of all together."""
+    rows = model.inner(data["pixels"].reshape(-1, 6))
+    made = torch.cat([model.inner(few.cos()) for few in rows.split(40)])
+    return made.view(len(data["pixels"]), -1).sin().sum(1)
+
+
+def test_failure_92_rows_in_pieces_of_one_size_are_no_examples() -> None:
+    data = {"pixels": torch.randn(4, 1, 16, 12, dtype=torch.float64)}
+    with pytest.raises(UnsupportedModelError, match=r"split\(\) picked rows"):
+        preflight(Tagged(by_mask), chunks, data)
+
+
+def test_failure_92_neither_channels_nor_a_column_of_numbers_tell_how_long_examples_are() -> None:
+    """Sound (B, 1, T) whose silence is left out, and series beside a number for each."""
+
+    def voiced(model: Any, data: Any) -> Tensor:
+        frames = data["sound"].reshape(len(data["sound"]), -1, 6)
+        heard = frames.abs().sum(2) > 0
+        rows = model.inner(frames[heard])
+        owners = torch.arange(len(frames))[:, None].expand_as(heard)[heard]
+        return rows.new_zeros(len(frames), 6).index_add(0, owners, rows.cos()).sin().sum(1)
+
+    data = {"sound": torch.randn(3, 1, 42, dtype=torch.float64), "kind": torch.zeros(3, 1, dtype=torch.long)}
+    with pytest.raises(UnsupportedModelError, match="picked rows"):
+        preflight(Tagged(by_mask), voiced, data)
+
+
+ONE_OF_EACH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mask": lambda h, ids: h[ids == MARK],
+    "numbers": lambda h, ids: h[(ids == MARK).nonzero(as_tuple=True)],
+    "of all": lambda h, ids: h.flatten(0, 1)[(ids == MARK).flatten().nonzero().squeeze(1)],
+    "selected": lambda h, ids: h.flatten(0, 1).index_select(0, (ids == MARK).flatten().nonzero().squeeze(1)),
+}
+
+
+@pytest.mark.parametrize("how", ONE_OF_EACH)
+def test_failure_92_as_many_rows_as_examples_are_held_to_be_one_of_each(how: str) -> None:
+    """In each micro-batch: one of each is exact, two of one and none of another are refused."""
+    model = Tagged(lambda h, ids: (ONE_OF_EACH[how](h, ids), torch.arange(len(ids))))
+    certificate = preflight(model, losses, marked(1, 1, 1))
+    for data in (marked(1, 1, 1, 1), marked(1, 1)):
+        found = record(model, losses, data, certificate=certificate)
+        assert relative_error(found, loop(model, losses, data)) <= 1e-12
+    with pytest.raises(UnsupportedModelError, match="not one of each, in order, of 4 examples"):
+        record(model, losses, marked(2, 0, 1, 1), certificate=certificate)
+
+
+def test_rows_in_another_order_are_not_one_of_each() -> None:
+    def turned(model: Any, data: Any) -> Tensor:
+        order = data["input_ids"][:, 0].argsort(stable=True)
+        return losses(lambda ids: model.out(model.table(ids).mean(1)[order].cos())[order.argsort()], data)
+
+    model, data = Tagged(by_mask), marked(1, 2, 3, 4)
+    certificate = preflight(model, turned, data)
+    data["input_ids"][:, 0] = torch.tensor([3, 1, 2, 0])
+    with pytest.raises(UnsupportedModelError, match="not one of each, in order"):
+        record(model, turned, data, certificate=certificate)
+
+
+@pytest.mark.parametrize(
+    "fold",
+    [
+        lambda h: h.unflatten(2, (2, 3)).transpose(1, 2).reshape(-1, *h.shape[1:2], 3),
+        lambda h: h.repeat_interleave(2, 0),
+        lambda h: h[:, None].expand(-1, 3, -1, -1).reshape(-1, *h.shape[1:]),
+        lambda h: h[:, :6].transpose(1, 2).flatten(0, 1)[:, None],
+    ],
+    ids=["heads", "twice", "expanded", "channels"],
+)
+def test_rows_that_are_all_there_are_cut_evenly_however_they_were_copied(fold: Callable[[Tensor], Tensor]) -> None:
+    def folded(model: Any, data: Any) -> Tensor:
+        rows = fold(model.table(data["input_ids"]))
+        weight = model.inner.weight[:, : rows.shape[-1]]
+        return F.linear(rows.cos(), weight).sin().reshape(len(data["labels"]), -1).sum(1)
+
+    model = Tagged(by_mask)
+    certificate = preflight(model, folded, marked(1, 1, 1))
+    for size in (1, 2, 5, 7):
+        data = marked(*[1] * size)
+        found = record(model, folded, data, certificate=certificate)
+        assert relative_error(found, loop(model, folded, data)) <= 1e-12
+
+
+def test_rows_that_come_from_beside_torch_are_not_known_to_be_whole() -> None:
+    def listed(model: Any, data: Any) -> Tensor:
+        ids = torch.tensor([int(i) for row in data["input_ids"].tolist() for i in row])
+        return model.table(ids).view(len(data["labels"]), -1).sin().sum(1)
+
+    with pytest.raises(UnsupportedModelError):
+        preflight(Tagged(by_mask), listed, marked(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("pick", "is_one"),
+    [
+        (lambda x: x[:, 0], None),
+        (lambda x: x[0], None),
+        (lambda x: x[None], None),
+        (lambda x: x[..., 1], None),
+        (lambda x: x.flatten(0, 1).view(3, 2, 4), None),
+        (lambda x: x[[0, 1, 2]], True),
+        (lambda x: x[torch.tensor([0, 2, 1])], False),
+        (lambda x: x.flatten(0, 1)[::2], True),
+        (lambda x: x.flatten(0, 1)[:3], False),
+        (lambda x: x.sort(0).values, False),
+        (lambda x: x.gather(1, torch.zeros(3, 1, 4, dtype=torch.long)), None),
+    ],
+)
+def test_what_is_known_of_rows(pick: Callable[[Tensor], Tensor], is_one: bool | None) -> None:
+    x = torch.randn(3, 2, 4)
+    with Picked([x], 3) as picked:
+        made = pick(x)
+        assert picked.is_data(made)
+        assert picked.has_one_of_each(made.cos()) is is_one
+        assert picked.by is None
+
+
+def test_tables_and_pictures_that_fill_up_are_no_rows_of_examples() -> None:
+    table, ids, pictures = torch.randn(9, 4), torch.tensor([[1, 2], [3, 4]]), torch.randn(2, 3, 1, 2, 2)
+    with Picked([ids, pictures], 2, images=6) as picked:
+        assert table[ids.flatten()].shape == (4, 4)
+        assert pictures.flatten(0, 1)[torch.tensor([0, 1, 3, 4, 5])].shape[0] == 5
+        assert picked.by is None
+        assert ids.flatten()[ids.flatten() > 1].shape == (3,)
+    assert picked.by == "getitem"

@@ -1,0 +1,62 @@
+"""An optimizer begins a private training with nothing that it remembers of another."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_dp.errors import ConfigurationError
+from tests.training.own_loops import a_run
+from tests.training.workbench import classifier, make, pad, rows
+
+pytestmark = pytest.mark.usefixtures("checked_once")
+
+
+def remembered(optimizer: Any, model: Any) -> Any:
+    """The state after a step on rows of a training without privacy, of a copy."""
+    other = copy.deepcopy(model)
+    again = type(optimizer)(
+        other.parameters(), **{k: v for k, v in optimizer.defaults.items() if k in ("lr", "momentum")}
+    )
+    other(**pad(rows(4))).loss.backward()
+    again.step()
+    return again.state_dict()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)])
+def test_failure_94_the_state_of_another_training_is_refused_before_the_first_step(tmp_path: Path, kind: Any) -> None:
+    model = classifier()
+    optimizer = kind(model.parameters(), lr=0.01)
+    optimizer.load_state_dict(remembered(optimizer, model))
+    trainer = make(tmp_path, model, parts={"optimizers": (optimizer, None)})
+    with pytest.raises(ConfigurationError, match=r"(exp_avg|momentum_buffer)\) before the first step"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+    run = a_run(model)
+    with pytest.raises(ConfigurationError, match="before the first step"):
+        run.begin(optimizer)
+
+
+def test_what_private_steps_left_and_what_constructors_make_is_gone_on_with(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01, initial_accumulator_value=0.1)
+    make(tmp_path, model, parts={"optimizers": (optimizer, None)}).train()
+    trainer = make(tmp_path / "again", model := classifier(), parts={"optimizers": (own := _slow(model), None)})
+    trainer.train()
+    assert own.state
+    trainer.args.output_dir = str(tmp_path / "third")
+    own.load_state_dict(remembered(own, model))
+    with pytest.raises(ConfigurationError, match="before the first step"):
+        trainer.train()
+
+
+def _slow(model: Any) -> Any:
+    """As Lookahead does, it keeps copies of the weights from the beginning on."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    for p in model.parameters():
+        optimizer.state[p]["slow"] = p.detach().clone()
+    return optimizer
