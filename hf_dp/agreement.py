@@ -100,6 +100,23 @@ def keep_step(step: int, intent: Intent, rate: float = 0.0) -> None:
         )
 
 
+def warn_of_drift(values: Mapping[str, str]) -> None:
+    """Says it where the ranks hold other weights, or another state of the optimizer. All call it together.
+
+    It is no refusal: other hardware may round otherwise.
+
+    Args:
+        values: checksums of both, the same on all ranks but for that.
+    """
+    if (found := difference({"what is trained, or the optimizer's state": values})) is not None:
+        ranks.warn(
+            logger,
+            "%s. Each rank adds up gradients at weights of its own then, and those of rank 0 are saved: let callbacks "
+            "do the same on every rank, not on the first alone.",
+            found,
+        )
+
+
 def warn_if_alone() -> None:
     """Says it where accelerate was asked for several processes, and started one without a word."""
     if ranks.world_size() == 1 and asked_for_more():

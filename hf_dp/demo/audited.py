@@ -30,6 +30,7 @@ from hf_dp.demo.messages import generate
 from hf_dp.demo.model import adapted, new_model, train_tokenizer
 from hf_dp.demo.quiet import one_thread, quiet
 from hf_dp.demo.seen import seen_here
+from hf_dp.errors import ConfigurationError
 from hf_dp.hub import add_audit
 from hf_dp.losses import per_example_losses
 from hf_dp.noise.gaussian import GaussianNoise
@@ -100,6 +101,12 @@ def audited(
         ConfigurationError: numbers that make no training, or no audit; no model in that folder.
     """
     check_numbers(delta, confidence)  # before minutes of training, not after
+    if not 0 < sampled <= 1:
+        raise ConfigurationError(
+            f"a share of {sampled:g} of all units in a step.",
+            why="each unit is drawn with this probability, and where none is an attack would find nothing.",
+            fix="give a number above 0 and at most 1 (--sampled; at 1 attacks are strongest).",
+        )
     bound, each = _bound(sampled), 1 - (1 - confidence) / _ATTACKS
     for number in (dirac, tokens):
         Audit(attacks={LOSS: bound(np.ones(number - number // 2), np.zeros(number // 2), delta=delta, confidence=each)})

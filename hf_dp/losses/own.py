@@ -19,10 +19,10 @@ from hf_dp.losses.tokens import token_losses
 
 # So many examples show which loss is computed: which one it is follows from no example.
 COMPARED = 3
-# How far the model's own loss may be off, in its own precision.
-_SAME = 1e-2
-# The same of a mean and its own summands, if they are of no fewer bits; and so many batches are tried for it.
-_MEANS, _TRIED = 1e-4, 8
+# How far the model's own loss may be off, relative to it, in 16 bits and in more; and what rounding leaves of none.
+_SAME_IN_16_BITS, _SAME, _NOTHING = 1e-2, 1e-4, 1e-6
+# So many batches are tried for the weights of classes.
+_TRIED = 8
 # What adapters call the weight of a term that they add.
 _ADDED = re.compile("(reg|regulari[sz]ation|aux|auxiliary_loss)_(weight|coef|alpha)")
 
@@ -58,6 +58,7 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
     is_qa = loss_kind(model) == "question_answering"
     kinds = functools.partial(question_answering, over_padding=True) if is_qa else per_example_losses
     compared, is_left_out = 0, left_out(model, batch)
+    is_same = _sameness(model)
     for i, ours in enumerate(losses(kinds, batch).tolist()):
         if compared == COMPARED:
             break
@@ -74,11 +75,11 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
         if not bool(own.isfinite()):
             continue
         compared += 1
-        if _is_same(ours, float(own)):
+        if is_same(ours, float(own)):
             continue
         # With dropout, that of the example by itself has the same masks.
         ours = float(losses(kinds, one))
-        if not _is_same(ours, float(own)):
+        if not is_same(ours, float(own)):
             probable, fix = losses(functools.partial(_probable, own=float(own), ours=ours), one)
             raise UnsupportedModelError(
                 f"{type(base_model(model)).__name__} returns {float(own):.6g} as its loss of one example; "
@@ -105,7 +106,7 @@ def _refuse_weights_of_classes(model: nn.Module, batch: Mapping[str, Any], losse
         few = {**batch, "labels": wanted}
         own, ours = losses(_own_loss, few), losses(None, few)
         mean, off = float(ours.double().mean()), 4 * torch.finfo(logits.dtype).eps
-        if own is not None and bool(own.isfinite()) and abs(float(own) - mean) > max(_MEANS, off) * max(1.0, abs(mean)):
+        if own is not None and bool(own.isfinite()) and abs(float(own) - mean) > max(_SAME, off) * max(1.0, abs(mean)):
             raise UnsupportedModelError(
                 f"{type(base_model(model)).__name__} returns {float(own):.6g} as its loss of {size} examples of other "
                 f"classes; the mean of their per-example losses ({loss_kind(model)}) is {mean:.6g}. Its forward "
@@ -118,14 +119,14 @@ def _refuse_weights_of_classes(model: nn.Module, batch: Mapping[str, Any], losse
 
 def _probable(model: nn.Module, one: Mapping[str, Any], own: float, ours: float) -> tuple[str, str]:
     """Why a model's own loss is probably another, by what is seen of both, and what to do about that."""
-    base = base_model(model)
+    base, is_same = base_model(model), _sameness(model)
     configs = [base.config, *(getattr(base.config, name, None) for name in getattr(base.config, "sub_configs", ()))]
     if any(getattr(config, "output_router_logits", False) for config in configs):
         return (
             "Its config has output_router_logits=True, which adds a loss of all tokens together.",
             "set output_router_logits=False in its config",
         )
-    if base is not model and _is_same(ours, float(_own_loss(base, one))):
+    if base is not model and is_same(ours, float(_own_loss(base, one))):
         adapter: Any = getattr(model, "active_peft_config", None)
         weights = [f"{name}=0" for name, value in vars(adapter).items() if _ADDED.search(name) and value]
         return (
@@ -135,7 +136,7 @@ def _probable(model: nn.Module, one: Mapping[str, Any], own: float, ours: float)
     if loss_kind(model) == SHIFTED:
         labels = one["labels"]
         logits = logits_of(model, {k: v for k, v in one.items() if k != "labels"})
-        if logits.shape[1] == labels.shape[1] and _is_same(float(token_losses(logits, labels, 0.0)), own):
+        if logits.shape[1] == labels.shape[1] and is_same(float(token_losses(logits, labels, 0.0)), own):
             return (
                 "Its forward does not shift the labels: each position is to give its own token, not the next.",
                 "use a model whose forward shifts them",
@@ -143,8 +144,11 @@ def _probable(model: nn.Module, one: Mapping[str, Any], own: float, ours: float)
     return "Its forward computes another loss than that.", "use a model whose forward computes that"
 
 
-def _is_same(ours: float, own: float) -> bool:
-    return abs(ours - own) <= _SAME * max(1.0, abs(own))
+def _sameness(model: nn.Module) -> Callable[[float, float], bool]:
+    """Whether two numbers are one loss, but for what rounding does in the model's precision."""
+    has_few_bits = any(p.dtype.itemsize < 4 for p in model.parameters())
+    part = _SAME_IN_16_BITS if has_few_bits else _SAME
+    return lambda ours, own: abs(ours - own) <= part * max(abs(ours), abs(own)) + _NOTHING
 
 
 def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:

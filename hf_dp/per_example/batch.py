@@ -52,9 +52,9 @@ def take(batch: Batch, index: Sequence[int]) -> dict[str, Any]:
 def check_losses(losses: Tensor, size: int) -> None:
     """Refuses anything but one differentiable loss for each of `size` examples."""
     if not isinstance(losses, Tensor) or losses.shape != (size,) or not losses.is_floating_point():
-        found = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        found = f"{tuple(losses.shape)} of {losses.dtype}" if isinstance(losses, Tensor) else type(losses).__name__
         raise ConfigurationError(
-            f"the loss function returned {found}, not ({size},).",
+            f"the loss function returned {found}, not ({size},) of floating point.",
             why="clipping needs one loss for each example, depending on that example alone.",
             fix='return the loss of each example, as torch does by reduction="none" (of several numbers of one example '
             "their mean or sum), and hf_dp.losses.per_example_losses(model, batch) for heads of Transformers.",

@@ -58,7 +58,8 @@ class Picked(TorchFunctionMode):
         self.by: str | None = None
         self._data: Any = WeakIdKeyDictionary()
         self._data.update((tensor, None) for tensor in batch)
-        # What follows from B rows that were picked: whether row i was of example i.
+        # What follows from rows that were picked, by which operation; and of B rows whether row i was of example i.
+        self._picked: Any = WeakIdKeyDictionary()
         self._one_of_each: Any = WeakIdKeyDictionary()
         self._batch_size, self._images = batch_size, images
 
@@ -73,23 +74,34 @@ class Picked(TorchFunctionMode):
         made = [one for one in flatten(output) if isinstance(one, Tensor)]
         self._data.update((one, None) for one in made)
         known = [self._one_of_each[a] for a in given if a in self._one_of_each]
+        by = next((self._picked[a] for a in given if a in self._picked), None)
         name = str(getattr(func, "__name__", "")).partition(".")[0]
         if self._picks(name, args, kwargs):
             is_written = name in _INDEXED_WRITES or name.removesuffix("_") in _WRITING
             if any(one.dim() and len(one) != self._batch_size for one in (given[:1] if is_written else made)):
-                self.by = self.by or name.strip("_")
+                by = by or name.strip("_")
+                self.by = self.by or by
+                made += given[:1] * is_written
             elif not is_written:
                 # From what the numbers follow by which they were picked makes no difference to which they are.
                 is_one = self._is_one_of_each(name, func, args, kwargs)
                 known = [self._one_of_each.get(given[0], True) and is_one]
+        # Masks hide, and are no rows: those of attention are looked up by rows in every model.
+        rows = [one for one in made if one.dtype != torch.bool]
         if known:
-            self._one_of_each.update((one, all(known)) for one in made)
+            self._one_of_each.update((one, all(known)) for one in rows)
+        if by is not None:
+            self._picked.update((one, by) for one in rows)
         return output
 
     def is_data(self, tensor: Tensor) -> bool:
         """Whether it was computed from the batch."""
         is_parameter = isinstance(tensor, (nn.Parameter, WatchedParameter))
         return tensor in self._data or (tensor.requires_grad and not is_parameter)
+
+    def picked_by(self, tensor: Tensor) -> str | None:
+        """Which operation picked rows that `tensor` was computed from; None if none did."""
+        return self._picked.get(tensor)  # type: ignore[no-any-return]
 
     def has_one_of_each(self, tensor: Tensor) -> bool | None:
         """Of what follows from B rows that were picked whether row i was example i's; None of anything else."""
@@ -100,7 +112,8 @@ class Picked(TorchFunctionMode):
         tensors = [a for a in flatten(args) if isinstance(a, Tensor)]
         if not tensors or tensors[0].dim() == 0 or isinstance(tensors[0], WatchedParameter):
             return False
-        source = tensors[0]
+        # What is joined may begin with nothing (an empty cache), which has one axis.
+        source = max(tensors, key=Tensor.dim) if name in _JOINING else tensors[0]
         if self._images and source.dim() > 2 and len(source) == self._images and not source.requires_grad:
             return False
         if name in _INDEXING | _INDEXED_WRITES:
@@ -119,6 +132,8 @@ class Picked(TorchFunctionMode):
     def _is_one_of_each(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the B rows that an operation picks of B k are one of each example, in order."""
         source, size = args[0], self._batch_size
+        if name == "as_strided":  # windows within rows, as its numbers say, which preflight has compared
+            return len(source) == size
         if name not in _CHOOSING or not isinstance(source, Tensor) or len(source) % size:
             return False
         owners = torch.arange(size, device=source.device).repeat_interleave(len(source) // size)

@@ -107,8 +107,7 @@ class Reader:
             rows = bound.options["rows"]
             found = self.example_axis(rows) if known != "constant" else None
             if "folded" in (found, found and known) and self.batch_size > 1:
-                is_known = rows // self.batch_size in self._folded_lengths
-                self._refuse_picked(f"operation {rule.name} to {rows} rows", parameters, is_known)
+                self._refuse_picked(f"operation {rule.name} to {rows} rows", parameters, rows)
                 self.inferred.update(Use(rule.name, name, INFERRED, 0) for name in parameters)
             return found or "constant"
         found = self.example_axis(given.shape[0]) if given.dim() > rule.features else None
@@ -173,7 +172,7 @@ class Reader:
             self._folded_lengths.add(given.shape[0] // self.batch_size)
         elif given.numel() and self.batch_size > 1:
             what = f"operation {operation} on an input of shape {tuple(given.shape)}"
-            self._refuse_picked(what, parameters, self._picked is None or self._picked.is_data(given))
+            self._refuse_picked(what, parameters, given)
             if self.has_uneven_images and given.shape[0] % sum(self.images) == 0:
                 self._unreadable(operation, given, parameters, "")
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
@@ -189,21 +188,26 @@ class Reader:
         if found:
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
 
-    def _refuse_picked(self, what: str, parameters: list[str], is_known: bool) -> None:
-        """Refuses rows of which it is not known that each example has as many; once, in the forward pass."""
-        if self._picked is None and self._has_looked:  # a checkpoint computes it again
+    def _refuse_picked(self, what: str, parameters: list[str], given: Tensor | int) -> None:
+        """Refuses rows, or a number of them, of which it is not known that each example has as many; in a forward pass.
+
+        What a checkpoint computes again was looked at then.
+        """
+        if self._picked is None and self._has_looked:
             return
         if self._picked is None:
-            reason = "it may be packed: no such rows, which are no plain view, were there when it was checked, of"
-        elif self._picked.by is not None:
-            reason = f"it may be packed: {self._picked.by}() picked rows before, maybe more of some than of others of"
-        elif not is_known:
-            reason = (
-                "it may be packed: it was made beside torch's operations, maybe of more rows of some than of others of"
-            )
+            reason = "no such rows, which are no plain view, were there when it was checked, of"
+        elif (by := self._picked.picked_by(given) if isinstance(given, Tensor) else self._picked.by) is not None:
+            reason = f"{by}() picked rows before, maybe more of some than of others of"
+        elif not (self._picked.is_data(given) if isinstance(given, Tensor) else self._is_as_before(given)):
+            reason = "they were made beside torch's operations, maybe more of some than of others of"
         else:
             return
-        raise refusal(parameters, what, f"{reason} {self.batch_size} examples", _WHOLE)
+        raise refusal(parameters, what, f"it may be packed: {reason} {self.batch_size} examples", _WHOLE)
+
+    def _is_as_before(self, rows: int) -> bool:
+        """Whether there were so many rows of the examples already."""
+        return rows // self.batch_size in self._folded_lengths
 
     def _unreadable(self, operation: str, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
         if self.has_uneven_images:

@@ -14,7 +14,7 @@ from torch import nn
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger, PrivacyReport
-from hf_dp.agreement import keep_step, rate_of
+from hf_dp.agreement import keep_step, rate_of, warn_of_drift
 from hf_dp.config import PrivacyConfig
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.moving import moved
@@ -94,7 +94,7 @@ class PrivateRun:
         check_privacy(privacy)
         sizes = {"expected_batch_size": expected_batch_size, "micro_batch_size": micro_batch_size, "steps": steps}
         cap = {"max_tokens_per_micro_batch": max_tokens_per_micro_batch}
-        refuse_own_settings(sizes, options)
+        self._output_dir = refuse_own_settings(sizes, options, output_dir)
         self.model, self.privacy, self._step = unwrapped(model), privacy, 0
         for part in parts_of(privacy).values():
             part.refuse(Setting(privacy))
@@ -115,7 +115,7 @@ class PrivateRun:
         known = known_loss_check(self.model) if loss is per_example_losses else None
         engine = Engine(self.model, loss, self._loader, prepare, padding, rules, known)
         self._run, self._dataset, self._tokenizer = Run(plan, engine, tokenizer=tokenizer), dataset, tokenizer
-        self._micro_batch_size, self._output_dir = micro_batch_size, None if output_dir is None else Path(output_dir)
+        self._micro_batch_size = micro_batch_size
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._generators: dict[str, Any] = {}
@@ -292,6 +292,7 @@ class PrivateRun:
         values = checksums(self.model, self._optimizer)
         with ranks.together(), alone_in(output_dir) if self._order.has_ended else nullcontext():
             keep_step(self.global_step, "saves")
+            warn_of_drift(values)
             return write_checkpoint(
                 output_dir, self.global_step, self.steps, self._micro_batch_size,
                 lambda: self._fingerprints.saved(self.ledger, self._dataset, output_dir, values, self.privacy.unit),

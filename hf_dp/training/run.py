@@ -29,13 +29,7 @@ from hf_dp.step.written import Around, WrittenGradients
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine, MicroBatch
 from hf_dp.training.progress import Clock, opening, say
-from hf_dp.training.refusals import (
-    refuse_clashing_names,
-    refuse_optimizer,
-    refuse_other_surroundings,
-    refuse_state_from_elsewhere,
-    surroundings,
-)
+from hf_dp.training.refusals import refuse_clashing_names, refuse_optimizer, refuse_other_surroundings, surroundings
 from hf_dp.training.resuming.copies import Leaving, refuse_copies
 from hf_dp.training.resuming.goes_on import continued
 from hf_dp.training.resuming.origin import refuse_unsaid_origin, warn_of_origin
@@ -167,8 +161,8 @@ class Run:
         said = {"the promise": self.plan.promise, "the step to begin at": step, "the ledger": self.ledger.to_dict()}
         agree({**said, **described_optimizer(optimizer), **described_values(model)})
         refuse_broken_ties(self._ties, model)
-        refuse_optimizer(optimizer, model, is_complete=True, by_rows=self.by_rows.values())
-        refuse_state_from_elsewhere(optimizer, is_restored=checkpoint is not None)
+        is_restored = checkpoint is not None
+        refuse_optimizer(optimizer, model, is_complete=True, is_restored=is_restored, by_rows=self.by_rows.values())
         self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
         say("\n".join(opening(self.plan)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,33 @@ def test_weights_of_classes_in_a_models_own_loss_are_refused(labels: list[int]) 
         check_own_loss(model, batch)
 
 
+@pytest.mark.parametrize(
+    ("own", "is_theirs"),
+    [
+        (lambda logits, labels, weight: F.mse_loss(logits, labels), True),
+        (lambda logits, labels, weight: F.huber_loss(logits, labels, delta=0.02), False),
+        (lambda logits, labels, weight: 0.1 * F.l1_loss(logits, labels), False),
+        (lambda logits, labels, weight: F.mse_loss(logits, labels) + 0.1 * weight.square().mean(), False),
+    ],
+    ids=["theirs", "huber", "absolute", "with a term of the weights"],
+)
+def test_another_loss_is_told_where_losses_are_small(own: Any, is_theirs: bool) -> None:
+    class Measures(BertForSequenceClassification):
+        def forward(self, labels: Any = None, **inputs: Any) -> Any:
+            found = super().forward(**inputs)
+            if labels is not None:
+                found.loss = own(found.logits.squeeze(-1), labels, self.classifier.weight)
+            return found
+
+    config = tiny("bert", "sequence").config
+    config.num_labels, config.problem_type = 1, "regression"
+    model = Measures(config)
+    inputs = {name: value for name, value in text_batch("sequence").items() if name != "labels"}
+    near = model.eval()(**inputs).logits.squeeze(-1).detach()
+    with nullcontext() if is_theirs else pytest.raises(UnsupportedModelError, match="another loss than that"):
+        check_own_loss(model, {**inputs, "labels": near + 0.03})
+
+
 def hint_for(model: Any) -> str:
     with pytest.raises(UnsupportedModelError) as caught:
         check_own_loss(model, text_batch("causal_lm"))
@@ -90,8 +118,9 @@ def test_the_hint_names_what_is_probable_by_what_is_seen() -> None:
     unshifted = hint_for(tiny("bart", "causal_lm"))
     assert "does not shift" in unshifted
     assert "router" not in unshifted
-    routed = hint_for(tiny("mixtral", "causal_lm", torch.float32, output_router_logits=True, router_aux_loss_coef=1.0))
-    assert "output_router_logits=False" in routed
+    for changes in ({}, {"router_aux_loss_coef": 1.0}):
+        routed = hint_for(tiny("mixtral", "causal_lm", torch.float32, output_router_logits=True, **changes))
+        assert "output_router_logits=False" in routed
     other = tiny("gpt2", "causal_lm")
     plain = other.forward
 

@@ -196,6 +196,8 @@ def test_rows_that_come_from_beside_torch_are_not_known_to_be_whole() -> None:
         (lambda x: x.flatten(0, 1)[::2], True),
         (lambda x: x.flatten(0, 1)[:3], False),
         (lambda x: x.sort(0).values, False),
+        (lambda x: torch.cat([torch.tensor([]), x], dim=-2), None),
+        (lambda x: torch.cat([x[:, :1], x], dim=1), None),
         (lambda x: x.gather(1, torch.zeros(3, 1, 4, dtype=torch.long)), None),
     ],
 )

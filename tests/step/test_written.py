@@ -247,9 +247,9 @@ def test_failure_93_hooks_of_an_optimizer_within_another(tmp_path: Path) -> None
     """They come after the comparison: refused before the first step, or before the one that they were added for."""
 
     def trainer_with(model: Any, hook: bool, parts: dict[str, Any]) -> Any:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
         if hook:
-            optimizer.register_step_pre_hook(lambda *_: model.head.bias.grad.add_(1000.0))
+            optimizer.register_step_pre_hook(lambda *_: (model.head.bias.grad.add_(1000.0), None)[1])
         parts = {"optimizers": (optimizer, None), "data_collator": stack, **parts}
         parts = {"train_dataset": clicks(), **parts}
         return make(tmp_path, model, sparsely, Clicks, parts, remove_unused_columns=False)

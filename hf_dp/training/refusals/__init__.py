@@ -4,7 +4,7 @@ from hf_dp.training.refusals.adapters import refuse_clashing_names
 from hf_dp.training.refusals.arguments import private_arguments, refuse_changed_arguments
 from hf_dp.training.refusals.choices import refuse_choices_by_training_data
 from hf_dp.training.refusals.dataset import refuse_dataset
-from hf_dp.training.refusals.optimizer import refuse_optimizer, refuse_state_from_elsewhere
+from hf_dp.training.refusals.optimizer import refuse_optimizer
 from hf_dp.training.refusals.overrides import refuse_overrides
 from hf_dp.training.refusals.own_loop import refuse_no_output_dir, refuse_own_optimizer, refuse_own_settings, unwrapped
 from hf_dp.training.refusals.parallel import refuse_parallel_model
@@ -23,7 +23,6 @@ __all__ = [
     "refuse_own_optimizer",
     "refuse_own_settings",
     "refuse_parallel_model",
-    "refuse_state_from_elsewhere",
     "surroundings",
     "unwrapped",
 ]

@@ -20,6 +20,12 @@ def refuse_dataset(dataset: Any) -> None:
         ConfigurationError: with its type.
     """
     kind = type(dataset).__name__
+    if dataset is None:
+        raise ConfigurationError(
+            "no train_dataset.",
+            why="there is nothing to train on.",
+            fix="pass the training examples (train_dataset=..., a datasets.Dataset or a list of rows).",
+        )
     if isinstance(dataset, Mapping):
         raise ConfigurationError(
             f"train_dataset is {kind} with the keys {', '.join(map(str, dataset))}.",

@@ -34,64 +34,11 @@ def _never_steps(optimizer: Any, by_rows: Iterable[nn.Parameter]) -> str | None:
     return None
 
 
-def refuse_optimizer(
-    optimizer: Any, model: nn.Module, *, is_complete: bool = False, by_rows: Iterable[nn.Parameter] = ()
-) -> None:
-    """Refuses optimizers that ask for the gradient again, or that would train nothing. None is in order.
-
-    Args:
-        is_complete: whether it is as it will step: where it would move some trainable parameters alone, that is said.
-        by_rows: parameters whose gradients will be sparse.
-
-    Raises:
-        ConfigurationError: with its name.
-    """
-    if optimizer is None:
-        return
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} evaluates the gradient several times in one step.",
-            why="each evaluation would be one more release, and none of them would have noise.",
-            fix="use an optimizer that takes one gradient for each step, such as AdamW.",
-        )
-    if is_complete and (what := _never_steps(optimizer, by_rows)) is not None:
-        raise ConfigurationError(
-            f"{type(optimizer).__name__}{what}.",
-            why="it would fail in its first step, which is paid for by then.",
-            fix="leave that out, or use another optimizer, such as AdamW.",
-        )
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
-    if not any(id(p) in trained for p in model.parameters() if p.requires_grad):
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} holds none of the model's trainable parameters.",
-            why="nothing would be trained, and epsilon would be spent for nothing.",
-            fix="make the optimizer when the model is complete (after adding adapters, say), or leave it out.",
-        )
-    if is_complete and missing:
-        ranks.warn(
-            logger,
-            "%s holds none of %s trainable parameters, %s the first: each example's gradient of them takes up room in "
-            "the clipping norm, and nothing moves them. Freeze them before (requires_grad_(False)), "
-            "or give it all, those with a rate of their own as a group.",
-            *(type(optimizer).__name__, len(missing), missing[0]),
-        )
-
-
-def refuse_state_from_elsewhere(optimizer: Any, *, is_restored: bool) -> None:
+def _refuse_state_from_elsewhere(optimizer: Any, is_restored: bool) -> None:
     """Refuses an optimizer that remembers gradients of another training: its next step releases them, without noise.
 
     What a constructor makes (Adagrad's sums, copies of the weights) is one number, or the parameter itself.
-
-    Args:
-        is_restored: whether its state is that of a checkpoint of this training, which was held against its checksums.
-
-    Raises:
-        ConfigurationError: with the name of the state.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
     if not is_restored and optimizer not in _OF_PRIVATE_STEPS:
         for p, states in list(optimizer.state.items()):
             for name, value in states.items() if isinstance(states, dict) else [("state", states)]:
@@ -114,3 +61,53 @@ def _may_remember(state: Tensor, p: Any) -> bool:
         return False
     same = isinstance(p, Tensor) and values.shape == local(p.detach()).shape
     return not (same and torch.equal(values.to(p.dtype), local(p.detach())))
+
+
+def refuse_optimizer(
+    optimizer: Any, model: nn.Module, *, is_complete: bool = False, is_restored: bool = False,
+    by_rows: Iterable[nn.Parameter] = (),
+) -> None:  # fmt: skip
+    """Refuses optimizers that ask for the gradient again, or that would train nothing. None is in order.
+
+    Args:
+        is_complete: whether it is as it will step: where it would move some trainable parameters alone, that is said.
+        is_restored: whether its state is that of a checkpoint of this training, which was held against its checksums.
+        by_rows: parameters whose gradients will be sparse.
+
+    Raises:
+        ConfigurationError: with its name.
+    """
+    if optimizer is None:
+        return
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} evaluates the gradient several times in one step.",
+            why="each evaluation would be one more release, and none of them would have noise.",
+            fix="use an optimizer that takes one gradient for each step, such as AdamW.",
+        )
+    if is_complete and (what := _never_steps(optimizer, by_rows)) is not None:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}{what}.",
+            why="it would fail in its first step, which is paid for by then.",
+            fix="leave that out, or use another optimizer, such as AdamW.",
+        )
+    if is_complete:
+        _refuse_state_from_elsewhere(optimizer, is_restored)
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
+    if not any(id(p) in trained for p in model.parameters() if p.requires_grad):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} holds none of the model's trainable parameters.",
+            why="nothing would be trained, and epsilon would be spent for nothing.",
+            fix="make the optimizer when the model is complete (after adding adapters, say), or leave it out.",
+        )
+    if is_complete and missing:
+        ranks.warn(
+            logger,
+            "%s holds none of %s trainable parameters, %s the first: each example's gradient of them takes up room in "
+            "the clipping norm, and nothing moves them. Freeze them before (requires_grad_(False)), "
+            "or give it all, those with a rate of their own as a group.",
+            *(type(optimizer).__name__, len(missing), missing[0]),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,27 @@ _OPTIONS = {
 }
 
 
-def refuse_own_settings(sizes: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def refuse_own_settings(sizes: Mapping[str, Any], options: Mapping[str, Any], output_dir: Any) -> Path | None:
     """Refuses settings of a loop of one's own (`ConfigurationError`).
 
     Args:
         sizes: numbers of examples and steps.
         options: of `DataLoader`, of which none may draw or order batches otherwise.
+        output_dir: for checkpoints.
+
+    Returns:
+        The folder for these, if there shall be any.
     """
     _refuse_sizes(sizes)
     _refuse_options(options)
     _refuse_processes()
+    if output_dir is None or (isinstance(output_dir, (str, os.PathLike)) and str(output_dir)):
+        return None if output_dir is None else Path(output_dir)
+    raise ConfigurationError(
+        f"output_dir={shown(output_dir)}.",
+        why="checkpoints, with the ledger of what was spent, would be written there.",
+        fix="give a folder, such as output_dir='out', or leave it out where there shall be no checkpoints.",
+    )
 
 
 def _refuse_sizes(sizes: Mapping[str, Any]) -> None:

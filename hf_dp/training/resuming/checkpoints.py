@@ -19,6 +19,7 @@ from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 import hf_dp.ranks as ranks
+from hf_dp.agreement import warn_of_drift
 from hf_dp.disk import flush, full_disk_is_named
 from hf_dp.errors import LedgerError
 from hf_dp.hub import refuse_in_the_way
@@ -83,6 +84,7 @@ class CheckpointMixin(_Base):
         self._once_on_each_machine(lambda: clear(run_dir))
         self._is_aside = True
         self._values_to_save = checksums(self.model, None if self.args.save_only_model else self.optimizer)
+        warn_of_drift(self._values_to_save)
         try:
             with written_aside(run_dir) as aside:
                 super()._save_checkpoint(model, trial)
