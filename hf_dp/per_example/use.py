@@ -183,6 +183,8 @@ def _along_first(
     """The operands of an operation with a row for each row of the data, where parameters have one; or as large as the
     output, so that it is not autograd that adds up their gradients over positions."""
     dimensions = max(t.dim() for t in tensors)
+    if not is_whole and dimensions < 3:  # of a product of matrices the first axis is none of several
+        return None
     data = [t for t in tensors if t.dim() == dimensions and not isinstance(t, WatchedParameter)]
     led = [t for t in data if reader.may_be_data(name, parameters, t)]
     rows = {len(t) for t in led} - {1}

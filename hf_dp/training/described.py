@@ -68,12 +68,18 @@ def described_setup(accelerator: Any = None) -> dict[str, Any]:
 
 
 def described_optimizer(optimizer: Any) -> dict[str, Any]:
-    """Its type, and the settings of its groups."""
+    """Its type, the settings of its groups, and checksums of what every rank holds whole of its state."""
     groups = [
         {"params": len(group["params"]), **{name: _plain(v) for name, v in group.items() if name != "params"}}
         for group in optimizer.param_groups
     ]
-    return {"the optimizer": [type(getattr(optimizer, "optimizer", optimizer)).__name__, groups]}
+    inner = getattr(optimizer, "optimizer", optimizer)
+    found: dict[str, Any] = {"the optimizer": [type(inner).__name__, groups]}
+    if ranks.world_size() > 1:
+        states = [inner.state.get(p, {}) for group in inner.param_groups for p in group["params"]]
+        held = [(name, v.detach()) for state in states for name, v in state.items() if isinstance(v, Tensor)]
+        found["the optimizer's state"] = [[name, checksum(v)] for name, v in held if not isinstance(v, DTensor)]
+    return found
 
 
 def described_model(model: nn.Module) -> dict[str, Any]:

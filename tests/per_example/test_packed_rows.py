@@ -63,6 +63,13 @@ def test_failure_38_packed_rows_of_pairs_are_not_cut_evenly() -> None:
         preflight(Packed(), packed_pairs_loss, packed_pairs(*[6] * 6))
 
 
+def test_a_row_times_one_example_is_not_copied_for_its_features() -> None:
+    """Of one example a product with its transpose has as many rows as features, and none of them is an example."""
+    model = Small(lambda m, x: m.row @ x.cos().T, row=parameter(1, 4))
+    with pytest.raises(UnsupportedModelError, match="matmul"):
+        record(model, lambda m, data: m(data["x"]).squeeze(0), batch(1, 4))
+
+
 def test_two_rows_for_each_example() -> None:
     """Of a pair, in a loss that is no sum over the two."""
     table = torch.randn(40, 4, dtype=torch.float64)
