@@ -142,10 +142,15 @@ def costs(
     before = event_of(earlier)
     by_pld_alone = target_tpr is not None or bool(earlier) or not accounting.has_renyi(step(1.0))
     for accountant in ACCOUNTANTS[:1] if by_pld_alone else ACCOUNTANTS:
-        paid, multiplier = accounting.calibrated(
-            step, steps=steps, delta=delta, shares=asked, accountant=accountant, noise_multiplier=noise,
-            earlier=earlier, **wanted,
-        )  # fmt: skip
+        try:
+            paid, multiplier = accounting.calibrated(
+                step, steps=steps, delta=delta, shares=asked, accountant=accountant, noise_multiplier=noise,
+                earlier=earlier, **wanted,
+            )  # fmt: skip
+        except ConfigurationError:
+            if not plans:
+                raise
+            continue  # The looser of the two shows no noise for so small an epsilon; training asks the other.
         run = dp.SelfComposedDpEvent(step(multiplier), steps)
         whole = dp.ComposedDpEvent([*(release.event for release in paid), run, *([] if before is None else [before])])
         cost = accounting.epsilon(whole, delta, accountant)

@@ -46,6 +46,8 @@ def plan_table(answer: dict[str, Any]) -> Table:
         title = f"Noise for at most {percent(found)} found at {percent(answer['at_fpr'])} false positives"
     names, most = answered(answer), answer["max_batch_size"]
     caption = "PLD is tight and the default in training; RDP is a looser cross-check."
+    if names == ["pld"]:
+        caption = "PLD is tight and the default in training; RDP, which is looser, shows no noise for this."
     if "after" in answer:
         caption = f"With what was spent on the same people before ({', '.join(answer['after'])}), by PLD."
     if found is not None:

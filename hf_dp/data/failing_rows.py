@@ -61,6 +61,13 @@ def keep_columns(error: Exception) -> str | None:
     )
 
 
+def _say_what_pads(error: Exception) -> str | None:
+    """What to do where `error` asks for a padding token: some models take no two rows without one."""
+    if "padding token" not in str(error):
+        return None
+    return "say which token pads: model.config.pad_token_id = tokenizer.pad_token_id (or that of the end of a text)."
+
+
 def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> None:
     """Refuses training data of which some row would stop the training, after it has spent budget.
 
@@ -134,6 +141,7 @@ def failures_refused() -> Iterator[None]:
             why="it takes rows of all kinds through them, by themselves and together, as training does, which would "
             "stop at such a batch and lose what was spent until then.",
             fix=keep_columns(error)
+            or _say_what_pads(error)
             or "if some rows have what others lack, such as a picture, give it to all, or train on rows of one kind; "
             "of a model in few bits quantise weights alone, not activations. Else the traceback says where.",
         ) from error

@@ -7,9 +7,11 @@ import sys
 import dp_accounting as dp
 import pytest
 
+from hf_dp import accounting
 from hf_dp.accounting import ExampleUnit, default_delta, epsilon, sampling_terms, step_event, truncated
 from hf_dp.accounting.accountants import group_epsilon
 from hf_dp.cli import plot
+from hf_dp.errors import ConfigurationError
 from hf_dp.planning.proposal import candidate
 from hf_dp.planning.start import start
 from tests.cli.typed import BASE, invoke
@@ -253,3 +255,18 @@ def test_a_plan_says_where_delta_leaves_little():
     for n, is_said in (("3", True), ("10003", False)):
         planned = invoke("plan", "--n", n, "--batch-size", "2", "--steps", "2", "--noise", "1")
         assert ("Note: delta is 0.299" in planned.stdout) == is_said
+
+
+def test_a_noise_that_renyi_accounting_cannot_show_is_told_by_the_other(monkeypatch):
+    whole = accounting.calibrated
+
+    def by_pld(*args, accountant, **kwargs):
+        if accountant == "rdp":
+            raise ConfigurationError("target_epsilon=1e-09.", why="no noise is shown to reach it.", fix="raise it.")
+        return whole(*args, accountant=accountant, **kwargs)
+
+    monkeypatch.setattr(accounting, "calibrated", by_pld)
+    result = invoke(*BASE, "--steps", "3", "--noise", "1")
+    assert result.exit_code == 0, result.output
+    assert "RDP, which is looser, shows no noise for this" in " ".join(result.stdout.split())
+    assert set(json.loads(invoke(*BASE, "--steps", "3", "--noise", "1", "--json").stdout)) >= {"pld", "risk"}

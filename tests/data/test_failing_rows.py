@@ -232,3 +232,9 @@ def test_a_batch_without_names_is_told_how_to_have_them(tmp_path: Path) -> None:
     error = refused(tmp_path, ConfigurationError, "returned list, not a mapping of names", at_once=False, parts=parts)
     assert "dict of names to tensors" in error.fix
     assert "packing" not in error.fix
+
+
+def test_a_model_that_takes_no_two_rows_without_padding_is_told_how() -> None:
+    said = "model.config.pad_token_id = tokenizer.pad_token_id"
+    with pytest.raises(ConfigurationError, match=said), failures_refused():
+        raise ValueError("Cannot handle batch sizes > 1 if no padding token is defined.")

@@ -20,6 +20,7 @@ from hf_dp.demo import audited
 from hf_dp.demo.audit_figure import draw
 from hf_dp.demo.messages import generate
 from hf_dp.demo.model import new_model, train_tokenizer
+from hf_dp.errors import ConfigurationError
 from hf_dp.hub import verify
 from hf_dp.noise.source import NoiseSource
 from hf_dp.randomness import Entropy
@@ -151,3 +152,10 @@ def test_a_whole_audit_of_noise_from_a_usual_seed(monkeypatch: pytest.MonkeyPatc
     found = made.audit.attacks[audited.PUBLIC]
     assert found.right > 0.9 * found.guesses  # as many are guessed in as out, whatever the coins say
     assert made.audit.attacks[audited.DIRAC].epsilon < 4
+
+
+@pytest.mark.parametrize("sampled", [0.0, -1.0, 2.0, float("nan")])
+def test_a_share_that_is_none_is_refused_before_anything_is_trained(sampled: float) -> None:
+    numbers: dict[str, Any] = {"epsilon": 4.0, "delta": 1e-5, "steps": 2, "dirac": 1000, "tokens": 60}
+    with pytest.raises(ConfigurationError, match="a share of .* of all units"):
+        audited.audited(None, **numbers, sampled=sampled, confidence=0.95)

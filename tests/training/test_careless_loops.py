@@ -298,3 +298,9 @@ def test_options_that_change_the_draws_are_refused(option: str) -> None:
 def test_a_kind_of_wrapper_is_refused_too() -> None:
     with pytest.raises(ConfigurationError, match="Mine"):
         a_run(type("Mine", (nn.DataParallel,), {})(classifier()))
+
+
+@pytest.mark.parametrize("output_dir", [3, "", b"out"])
+def test_what_is_no_folder_is_refused(output_dir: Any) -> None:
+    with pytest.raises(ConfigurationError, match="output_dir="):
+        a_run(classifier(), output_dir=output_dir)
