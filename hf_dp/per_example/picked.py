@@ -2,7 +2,8 @@
 
 Of B k rows each example has k where all that was done to a batch keeps every row: views, copies, and what works on each
 row alone. In which order they lie preflight compares with the oracle, since that is the same for all data. An operation
-that picks rows along a first axis, or puts them elsewhere, ends that; so does what is made beside torch.
+that picks rows along a first axis, or puts them elsewhere, ends that. Not all that does is known by its name: numbers of
+rows are held against those of positions besides (`reading.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ _INDEXING = frozenset(("__getitem__", "index"))
 _CHOOSING = _INDEXING | {"index_select", "gather", "take_along_dim", "narrow", "narrow_copy", "slice", "split", "chunk"}
 _INDEXED_WRITES = frozenset(("__setitem__", "index_put", "index_put_"))
 _JOINING = frozenset(("cat", "concat", "concatenate", "vstack", "row_stack"))
+_VIEWING = frozenset(("view", "reshape", "unflatten", "view_as", "reshape_as"))
+# How the first argument is called, where it is given by name.
+_FIRST = ("input", "self", "tensor", "tensors", "sequences")
 # Where the arguments of what picks along one axis have that axis, and which it is where they leave it out; () of what
 # knows no axis.
 _PICKING: dict[str, tuple[int, int] | tuple[()]] = {
@@ -29,8 +33,9 @@ _PICKING: dict[str, tuple[int, int] | tuple[()]] = {
     **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk", "unsafe_chunk", "unsafe_split"), (2, 0)),
     **dict.fromkeys(("narrow", "narrow_copy", "index_select", "gather", "unfold", "slice"), (1, 0)),
     "sort": (1, -1),
-    **dict.fromkeys(("topk", "take_along_dim"), (2, -1)),
-    **dict.fromkeys(("masked_select", "take", "msort", "unique", "unique_consecutive", "as_strided", "vstack"), ()),
+    "topk": (2, -1),
+    **dict.fromkeys(("vstack", "row_stack"), ()),
+    **dict.fromkeys(("masked_select", "take", "msort", "unique", "unique_consecutive", "as_strided"), ()),
 }
 # The same of what writes rows into others.
 _WRITING: dict[str, tuple[int, int] | tuple[()]] = {
@@ -61,20 +66,28 @@ class Picked(TorchFunctionMode):
         # What follows from rows that were picked, by which operation; and of B rows whether row i was of example i.
         self._picked: Any = WeakIdKeyDictionary()
         self._one_of_each: Any = WeakIdKeyDictionary()
+        # Of other numbers of rows, as they were picked, whether they are as many of each, in order.
+        self._are_even: Any = WeakIdKeyDictionary()
+        # Of what the operation at hand was given, for what is computed on the way to its result.
+        self._within: tuple[str | None, bool | None] = None, None
         self._batch_size, self._images = batch_size, images
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
         given = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
+        known = [self._one_of_each[a] for a in given if a in self._one_of_each]
+        by = next((self._picked[a] for a in given if a in self._picked), None)
+        before, self._within = self._within, (by, all(known) if known else None)
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            self._within = before
         if not any(map(self.is_data, given)):
             return output
         made = [one for one in flatten(output) if isinstance(one, Tensor)]
         self._data.update((one, None) for one in made)
-        known = [self._one_of_each[a] for a in given if a in self._one_of_each]
-        by = next((self._picked[a] for a in given if a in self._picked), None)
         name = str(getattr(func, "__name__", "")).partition(".")[0]
         if self._picks(name, args, kwargs):
             is_written = name in _INDEXED_WRITES or name.removesuffix("_") in _WRITING
@@ -82,10 +95,14 @@ class Picked(TorchFunctionMode):
                 by = by or name.strip("_")
                 self.by = self.by or by
                 made += given[:1] * is_written
-            elif not is_written:
+                if not is_written and len(made) == 1:
+                    self._are_even[made[0]] = self._is_even(name, args, kwargs)
+            elif not is_written and name not in _JOINING:
                 # From what the numbers follow by which they were picked makes no difference to which they are.
                 is_one = self._is_one_of_each(name, func, args, kwargs)
                 known = [self._one_of_each.get(given[0], True) and is_one]
+        elif name in _VIEWING and (is_even := self._are_even.get(given[0])) is not None:
+            known += [is_even] * (len(made) == 1 and made[0].shape[:1] == (self._batch_size,))
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
         rows = [one for one in made if one.dtype != torch.bool]
         if known:
@@ -101,15 +118,16 @@ class Picked(TorchFunctionMode):
 
     def picked_by(self, tensor: Tensor) -> str | None:
         """Which operation picked rows that `tensor` was computed from; None if none did."""
-        return self._picked.get(tensor)  # type: ignore[no-any-return]
+        return self._picked.get(tensor, None if tensor in self._data else self._within[0])  # type: ignore[no-any-return]
 
     def has_one_of_each(self, tensor: Tensor) -> bool | None:
-        """Of what follows from B rows that were picked whether row i was example i's; None of anything else."""
-        return self._one_of_each.get(tensor)  # type: ignore[no-any-return]
+        """Of B rows, or (B, k), that follow from picked ones, whether row i was example i's; None of anything else."""
+        found: bool | None = self._one_of_each.get(tensor, None if tensor in self._data else self._within[1])
+        return found
 
     def _picks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an operation picks rows of data, or writes some."""
-        tensors = [a for a in flatten(args) if isinstance(a, Tensor)]
+        tensors = [a for a in flatten((*args, *map(kwargs.get, _FIRST))) if isinstance(a, Tensor)]
         if not tensors or tensors[0].dim() == 0 or isinstance(tensors[0], WatchedParameter):
             return False
         # What is joined may begin with nothing (an empty cache), which has one axis.
@@ -131,15 +149,38 @@ class Picked(TorchFunctionMode):
 
     def _is_one_of_each(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the B rows that an operation picks of B k are one of each example, in order."""
-        source, size = args[0], self._batch_size
+        source, size = args[0] if args else None, self._batch_size
         if name == "as_strided":  # windows within rows, as its numbers say, which preflight has compared
-            return len(source) == size
-        if name not in _CHOOSING or not isinstance(source, Tensor) or len(source) % size:
+            return isinstance(source, Tensor) and len(source) == size
+        if name not in _CHOOSING or not isinstance(source, Tensor):
             return False
-        owners = torch.arange(size, device=source.device).repeat_interleave(len(source) // size)
-        found = func(owners.view(-1, *[1] * (source.dim() - 1)).expand(source.shape), *args[1:], **kwargs)
+        if len(source) != size and source in self._picked:  # of which nobody knows whose they are
+            return False
         first = torch.arange(size, device=source.device)[:, None]
-        return all(bool((one.reshape(size, -1) == first).all()) for one in flatten(found))
+        # Of sequences (T, B, ...) the examples are second.
+        for axis in [0] * (len(source) % size == 0) + [1] * (source.shape[1:2] == (size,)):
+            shape = [1] * source.dim()
+            shape[axis] = -1
+            owners = first.squeeze(1).repeat_interleave(source.shape[axis] // size).view(shape).expand(source.shape)
+            found = flatten(func(owners, *args[1:], **kwargs))
+            if all(bool((one.reshape(size, -1) == first).all()) for one in found):
+                return True
+        return False
+
+    def _is_even(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the rows that an index picks of B k are known to be as many of each example, in order."""
+        source, size = args[0] if args else None, self._batch_size
+        if not isinstance(source, Tensor) or len(source) % size or source in self._picked or kwargs:
+            return False
+        parts = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else args[-1:]
+        if name not in ("__getitem__", "index_select") or not all(isinstance(part, Tensor) for part in parts):
+            return False
+        axes = sum(part.dim() if _is_mask(part) else 1 for part in parts)
+        owners = torch.arange(size, device=source.device).repeat_interleave(len(source) // size)
+        found = owners.view(-1, *[1] * (axes - 1)).expand(source.shape[:axes])[tuple(parts)].reshape(-1)
+        return len(found) % size == 0 and torch.equal(
+            found, owners[:: len(source) // size].repeat_interleave(len(found) // size)
+        )
 
 
 def _is_first(place: tuple[int, int] | tuple[()], args: tuple[Any, ...], kwargs: Any, source: Tensor) -> bool:

@@ -6,7 +6,7 @@ What preflight certified decides, where there is a certificate; what is left in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -29,6 +29,7 @@ from hf_dp.per_example.rule import (
     refusal,
 )
 
+_PACKED = "it may be packed, with other numbers of rows for each of"
 _SECOND = "neither its first axis nor its second can be read as"
 _WHOLE = (
     "let each example keep all of its rows (zeros in place of those that are left out), or make their numbers even and "
@@ -44,6 +45,9 @@ class Reader:
         batch_size: B.
         ambiguous_sizes: sizes that other axes have too, or None where readings are certified.
         readings: what is known of them.
+        length: positions of each row in the ids of the batch, or in its series.
+        rows: how many rows of ids each example has: two of a pair of texts.
+        folded_lengths: rows of each example in plain views.
         images: how many each example has, where it may have several.
         inferred: what was read as folded, and is no plain view; see `Picked`.
     """
@@ -51,10 +55,15 @@ class Reader:
     batch_size: int
     ambiguous_sizes: frozenset[int] | None = None
     readings: Readings = field(default_factory=dict)
+    length: int = 0
+    rows: int = 1
+    folded_lengths: set[int] = field(default_factory=set)
     images: list[int] = field(default_factory=list)
     inferred: set[Use] = field(default_factory=set)
     _storages: set[int] = field(default_factory=set)
-    _folded_lengths: set[int] = field(default_factory=set)
+    _has_positions: bool = True
+    _has_pictures: bool = False
+    _windows: set[tuple[int, int]] = field(default_factory=set)
     _picked: Picked | None = None
     _has_looked: bool = False
 
@@ -63,6 +72,15 @@ class Reader:
         """Inside is the forward pass of a micro-batch of these `tensors`."""
         given = list(tensors)
         self._storages = {_storage(v) for v in given}
+        ids = [v for v in given if v.dim() == 2 and not v.is_floating_point()]
+        others = [v for v in given if v.dim() > 2]
+        if not ids and all(v.dim() == 3 and not v.is_floating_point() for v in others):
+            ids, self.rows = others, max((v.shape[1] for v in others), default=1)
+        self._has_positions = bool(ids)
+        self._has_pictures = any(v.dim() == 4 and v.is_floating_point() for v in given)
+        # The second axis of a picture is its colours.
+        series = [v.shape[1] for v in others if v.dim() != 4 and v.is_floating_point()]
+        self.length = max([*(v.shape[-1] for v in ids), *series], default=0)
         # (B, N, C, H, W): models drop the images that are all zero, which fill up an example with fewer than others.
         several = [v for v in given if v.dim() == 5]
         self.images = not_blank(several[0]).tolist() if several else []
@@ -107,7 +125,10 @@ class Reader:
             rows = bound.options["rows"]
             found = self.example_axis(rows) if known != "constant" else None
             if "folded" in (found, found and known) and self.batch_size > 1:
-                self._refuse_picked(f"operation {rule.name} to {rows} rows", parameters, rows)
+                what = f"operation {rule.name} to {rows} rows"
+                # Of a number nobody knows what it follows from.
+                if not self._is_even(rows // self.batch_size):
+                    raise refusal(parameters, what, f"{_PACKED} {self.batch_size} examples", _WHOLE)
                 self.inferred.update(Use(rule.name, name, INFERRED, 0) for name in parameters)
             return found or "constant"
         found = self.example_axis(given.shape[0]) if given.dim() > rule.features else None
@@ -168,15 +189,31 @@ class Reader:
 
     def check_folded(self, operation: str, given: Tensor, parameters: list[str]) -> None:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
+        each = given.shape[0] // self.batch_size
         if _is_plainly_folded(given, self.batch_size):
-            self._folded_lengths.add(given.shape[0] // self.batch_size)
+            self.folded_lengths.add(each)
+            self._windows.update((each, size) for size in given.shape[1:-1])
         elif given.numel() and self.batch_size > 1:
             what = f"operation {operation} on an input of shape {tuple(given.shape)}"
-            self._refuse_picked(what, parameters, given)
-            if self.has_uneven_images and given.shape[0] % sum(self.images) == 0:
-                self._unreadable(operation, given, parameters, "")
+            self._refuse_picked(what, parameters, None if self._picked is None else self._picked.picked_by(given))
+            if not self._is_even(each, given.shape[1:]):
+                self._unreadable(operation, given, parameters, _PACKED)
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
-            self._folded_lengths.add(given.shape[0] // self.batch_size)
+
+    def _is_even(self, each: int, sizes: Sequence[int] = ()) -> bool:
+        """Whether so many rows on average can only be the same number of each example, as far as numbers tell.
+
+        Args:
+            sizes: of the other axes. Beside a text a picture has windows where a plain view had as many, as large.
+        """
+        # All rows, or windows of an image, where there is no mask by which some could have been chosen.
+        is_window = self._has_pictures and any((each, size) in self._windows for size in sizes)
+        if each == self.rows > 1 or (each in self.folded_lengths and (is_window or not self._has_positions)):
+            return True
+        # A choice among n positions of each example gives n for each only where it takes them all.
+        whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n > 1 and n >= self.length]
+        # Or the images of each example, none of them dropped.
+        return self.batch_size == 1 or self.images == [each] * self.batch_size or not all(each % n for n in whole)
 
     def _check_picked(self, operation: str, given: Tensor, parameters: list[str]) -> None:
         """Refuses as many rows as examples that were picked, and are not one of each in order."""
@@ -188,26 +225,20 @@ class Reader:
         if found:
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
 
-    def _refuse_picked(self, what: str, parameters: list[str], given: Tensor | int) -> None:
-        """Refuses rows, or a number of them, of which it is not known that each example has as many; in a forward pass.
+    def _refuse_picked(self, what: str, parameters: list[str], by: str | None) -> None:
+        """Refuses rows that follow from those that an operation, `by`, picked.
 
-        What a checkpoint computes again was looked at then.
+        What a checkpoint computes again was looked at in its forward pass.
         """
         if self._picked is None and self._has_looked:
             return
         if self._picked is None:
             reason = "no such rows, which are no plain view, were there when it was checked, of"
-        elif (by := self._picked.picked_by(given) if isinstance(given, Tensor) else self._picked.by) is not None:
+        elif by is not None:
             reason = f"{by}() picked rows before, maybe more of some than of others of"
-        elif not (self._picked.is_data(given) if isinstance(given, Tensor) else self._is_as_before(given)):
-            reason = "they were made beside torch's operations, maybe more of some than of others of"
         else:
             return
         raise refusal(parameters, what, f"it may be packed: {reason} {self.batch_size} examples", _WHOLE)
-
-    def _is_as_before(self, rows: int) -> bool:
-        """Whether there were so many rows of the examples already."""
-        return rows // self.batch_size in self._folded_lengths
 
     def _unreadable(self, operation: str, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
         if self.has_uneven_images:

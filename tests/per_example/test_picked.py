@@ -70,6 +70,11 @@ def once_or_twice(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return h.flatten(0, 1).repeat_interleave(times, 0), owners_of(ids, times)
 
 
+def by_name(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    chosen = (ids == MARK).flatten().nonzero().squeeze(1)
+    return torch.index_select(input=h.flatten(0, 1), dim=0, index=chosen), owners_of(ids)[chosen]
+
+
 def placed(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Into as many places for all, by what is in them."""
     order = ids.flatten().argsort(stable=True)
@@ -78,7 +83,7 @@ def placed(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return rows, owners_of(ids)[order]
 
 
-PACKING = {one.__name__: one for one in (by_mask, by_numbers, in_pieces, once_or_twice, placed)}
+PACKING = {one.__name__: one for one in (by_mask, by_numbers, by_name, in_pieces, once_or_twice, placed)}
 
 
 @pytest.mark.parametrize("how", PACKING)
@@ -150,37 +155,33 @@ def test_rows_in_another_order_are_not_one_of_each() -> None:
         record(model, turned, data, certificate=certificate)
 
 
-@pytest.mark.parametrize(
-    "fold",
-    [
-        lambda h: h.unflatten(2, (2, 3)).transpose(1, 2).reshape(-1, *h.shape[1:2], 3),
-        lambda h: h.repeat_interleave(2, 0),
-        lambda h: h[:, None].expand(-1, 3, -1, -1).reshape(-1, *h.shape[1:]),
-        lambda h: h[:, :6].transpose(1, 2).flatten(0, 1)[:, None],
-    ],
-    ids=["heads", "twice", "expanded", "channels"],
-)
-def test_rows_that_are_all_there_are_cut_evenly_however_they_were_copied(fold: Callable[[Tensor], Tensor]) -> None:
-    def folded(model: Any, data: Any) -> Tensor:
-        rows = fold(model.table(data["input_ids"]))
-        weight = model.inner.weight[:, : rows.shape[-1]]
-        return F.linear(rows.cos(), weight).sin().reshape(len(data["labels"]), -1).sum(1)
-
+def test_failure_92_rows_viewed_as_those_of_examples_are_held_to_be_as_many_of_each() -> None:
+    """Of each micro-batch; and every other of picked rows is nobody's that is known."""
     model = Tagged(by_mask)
-    certificate = preflight(model, folded, marked(1, 1, 1))
-    for size in (1, 2, 5, 7):
-        data = marked(*[1] * size)
-        found = record(model, folded, data, certificate=certificate)
-        assert relative_error(found, loop(model, folded, data)) <= 1e-12
+
+    def viewed(model: Any, data: Any) -> Tensor:
+        h, ids = model.table(data["input_ids"]), data["input_ids"]
+        return F.cross_entropy(
+            model.out(h[ids == MARK].view(len(ids), -1, 6).cos()).sum(1), data["labels"], reduction="none"
+        )
+
+    certificate = preflight(model, viewed, marked(2, 2, 2))
+    for counts in ((3, 3), (1, 1, 1, 1)):
+        found = record(model, viewed, marked(*counts), certificate=certificate)
+        assert relative_error(found, loop(model, viewed, marked(*counts))) <= 1e-12
+    with pytest.raises(UnsupportedModelError, match="not one of each, in order"):
+        record(model, viewed, marked(4, 1, 1), certificate=certificate)
+    with pytest.raises(UnsupportedModelError, match="not one of each, in order"):
+        preflight(Tagged(lambda h, ids: (h[ids == MARK][::2], torch.arange(len(ids)))), losses, marked(2, 2, 2))
 
 
-def test_rows_that_come_from_beside_torch_are_not_known_to_be_whole() -> None:
-    def listed(model: Any, data: Any) -> Tensor:
-        ids = torch.tensor([int(i) for row in data["input_ids"].tolist() for i in row])
-        return model.table(ids).view(len(data["labels"]), -1).sin().sum(1)
-
-    with pytest.raises(UnsupportedModelError):
-        preflight(Tagged(by_mask), listed, marked(1, 1, 1))
+def test_the_last_token_of_sequences_whose_examples_are_second() -> None:
+    """Of as many positions as examples too."""
+    model = Tagged(lambda h, ids: (h.transpose(0, 1)[ids.argmin(1), torch.arange(len(ids))], torch.arange(len(ids))))
+    certificate = preflight(model, losses, marked(2, 1, 3))
+    for counts in ((1, 2, 3, 1, 2, 3, 1), (2, 3)):
+        found = record(model, losses, marked(*counts), certificate=certificate)
+        assert relative_error(found, loop(model, losses, marked(*counts))) <= 1e-12
 
 
 @pytest.mark.parametrize(
