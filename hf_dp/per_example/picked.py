@@ -2,8 +2,8 @@
 
 Of B k rows each example has k where all that was done to a batch keeps every row: views, copies, and what works on each
 row alone. In which order they lie preflight compares with the oracle, since that is the same for all data. An operation
-that picks rows along a first axis, or puts them elsewhere, ends that. Not all that does is known by its name: numbers of
-rows are held against those of positions besides (`reading.py`).
+that picks rows along a first axis, or puts them elsewhere, ends that. Not all that do are known by name: numbers of rows
+are held against those of positions besides (`reading.py`).
 """
 
 from __future__ import annotations
@@ -88,27 +88,30 @@ class Picked(TorchFunctionMode):
             return output
         made = [one for one in flatten(output) if isinstance(one, Tensor)]
         self._data.update((one, None) for one in made)
+        # Masks hide, and are no rows: those of attention are looked up by rows in every model.
+        rows = [one for one in made if one.dtype != torch.bool]
         name = str(getattr(func, "__name__", "")).partition(".")[0]
-        if self._picks(name, args, kwargs):
-            is_written = name in _INDEXED_WRITES or name.removesuffix("_") in _WRITING
-            if any(one.dim() and len(one) != self._batch_size for one in (given[:1] if is_written else made)):
-                by = by or name.strip("_")
-                self.by = self.by or by
-                made += given[:1] * is_written
-                if not is_written and len(made) == 1:
-                    self._are_even[made[0]] = self._is_even(name, args, kwargs)
+        is_written = name in _INDEXED_WRITES or name.removesuffix("_") in _WRITING
+        changed = given[:1] if is_written else rows
+        if changed and self._picks(name, args, kwargs):
+            if any(one.dim() and len(one) != self._batch_size for one in changed):
+                is_even = not is_written and self._is_even(name, args, kwargs)
+                self._are_even.update((one, is_even) for one in rows)
+                # Of a mask's as many of each now need not be as many of each later.
+                if not is_even or any(map(_is_mask, flatten(args[1:]))):
+                    by = by or name.strip("_")
+                    self.by = self.by or by
+                    rows = rows if not is_written else [*rows, *changed]
             elif not is_written and name not in _JOINING:
                 # From what the numbers follow by which they were picked makes no difference to which they are.
                 is_one = self._is_one_of_each(name, func, args, kwargs)
                 known = [self._one_of_each.get(given[0], True) and is_one]
         elif name in _VIEWING and (is_even := self._are_even.get(given[0])) is not None:
             known += [is_even] * (len(made) == 1 and made[0].shape[:1] == (self._batch_size,))
-        # Masks hide, and are no rows: those of attention are looked up by rows in every model.
-        rows = [one for one in made if one.dtype != torch.bool]
-        if known:
-            self._one_of_each.update((one, all(known)) for one in rows)
         if by is not None:
             self._picked.update((one, by) for one in rows)
+        if known:
+            self._one_of_each.update((one, all(known)) for one in made if one.dtype != torch.bool)
         return output
 
     def is_data(self, tensor: Tensor) -> bool:

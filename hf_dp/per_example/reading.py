@@ -195,7 +195,8 @@ class Reader:
             self._windows.update((each, size) for size in given.shape[1:-1])
         elif given.numel() and self.batch_size > 1:
             what = f"operation {operation} on an input of shape {tuple(given.shape)}"
-            self._refuse_picked(what, parameters, None if self._picked is None else self._picked.picked_by(given))
+            if self.images != [each] * self.batch_size:
+                self._refuse_picked(what, parameters, None if self._picked is None else self._picked.picked_by(given))
             if not self._is_even(each, given.shape[1:]):
                 self._unreadable(operation, given, parameters, _PACKED)
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
@@ -211,9 +212,11 @@ class Reader:
         if each == self.rows > 1 or (each in self.folded_lengths and (is_window or not self._has_positions)):
             return True
         # A choice among n positions of each example gives n for each only where it takes them all.
-        whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n > 1 and n >= self.length]
-        # Or the images of each example, none of them dropped.
-        return self.batch_size == 1 or self.images == [each] * self.batch_size or not all(each % n for n in whole)
+        whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n and n >= self.length]
+        # Or the images of each example, none of them dropped. By one position all numbers are divided.
+        if self.batch_size == 1 or self.images == [each] * self.batch_size:
+            return True
+        return any(each % n == 0 for n in whole if n > 1 or each == 1)
 
     def _check_picked(self, operation: str, given: Tensor, parameters: list[str]) -> None:
         """Refuses as many rows as examples that were picked, and are not one of each in order."""

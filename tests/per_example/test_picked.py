@@ -90,7 +90,7 @@ PACKING = {one.__name__: one for one in (by_mask, by_numbers, by_name, in_pieces
 @pytest.mark.parametrize("counts", [(2, 2, 2), (4, 1, 1)], ids=["even", "uneven"])
 def test_failure_92_picked_rows_are_refused_before_the_first_step(how: str, counts: tuple[int, ...]) -> None:
     """Of a text too, and where all examples of the check have as many: by the operation, and not by numbers."""
-    said = r"it may be packed: \w+\(\) picked rows" + ("" if len(set(counts)) == 1 else "|cannot be read as")
+    said = "it may be packed" if len(set(counts)) == 1 else "it may be packed|cannot be read as"
     with pytest.raises(UnsupportedModelError, match=said):
         preflight(Tagged(PACKING[how]), losses, marked(*counts))
 
