@@ -1,9 +1,9 @@
 """Whether a model picks rows: then how many of them are an example's follows from the data, and not from a shape.
 
-Of B k rows each example has k where all that was done to a batch keeps every row: views, copies, and what works on each
-row alone. In which order they lie preflight compares with the oracle, since that is the same for all data. An operation
-that picks rows along a first axis, or puts them elsewhere, ends that. Not all that do are known by name: numbers of rows
-are held against those of positions besides (`reading.py`).
+Of B k rows each example has k where all that was done to a batch keeps every row: views, copies, and what works on one
+row. In which order they lie preflight compares with the oracle: it is the same for all data. An operation that picks
+rows along a first axis, or puts them elsewhere, ends that. Not all that do are known by name: numbers of rows are held
+against those of positions besides (`reading.py`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Picked(TorchFunctionMode):
         if changed and self._picks(name, args, kwargs):
             if any(one.dim() and len(one) != self._batch_size for one in changed):
                 is_even = not is_written and self._is_even(name, args, kwargs)
-                self._are_even.update((one, is_even) for one in rows)
+                self._are_even.update((one, is_even) for one in rows if not is_written)
                 # Of a mask's as many of each now need not be as many of each later.
                 if not is_even or any(map(_is_mask, flatten(args[1:]))):
                     by = by or name.strip("_")
