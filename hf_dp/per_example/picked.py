@@ -53,14 +53,10 @@ class Picked(TorchFunctionMode):
         batch_size: B.
         images: for how many there is room in the batch, where an example may have several: what becomes of those that
             are not there is asked elsewhere.
-
-    Attributes:
-        by: the first operation that picked other rows than one for each example; None if none has.
     """
 
     def __init__(self, batch: Iterable[Tensor], batch_size: int, images: int = 0) -> None:
         super().__init__()
-        self.by: str | None = None
         self._data: Any = WeakIdKeyDictionary()
         self._data.update((tensor, None) for tensor in batch)
         # What follows from rows that were picked, by which operation; and of B rows whether row i was of example i.
@@ -100,7 +96,6 @@ class Picked(TorchFunctionMode):
                 # Of a mask's as many of each now need not be as many of each later.
                 if not is_even or any(map(_is_mask, flatten(args[1:]))):
                     by = by or name.strip("_")
-                    self.by = self.by or by
                     rows = rows if not is_written else [*rows, *changed]
             elif not is_written and name not in _JOINING:
                 # From what the numbers follow by which they were picked makes no difference to which they are.

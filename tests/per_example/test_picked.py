@@ -208,14 +208,12 @@ def test_what_is_known_of_rows(pick: Callable[[Tensor], Tensor], is_one: bool | 
         made = pick(x)
         assert picked.is_data(made)
         assert picked.has_one_of_each(made.cos()) is is_one
-        assert picked.by is None
+        assert picked.picked_by(made) is None
 
 
 def test_tables_and_pictures_that_fill_up_are_no_rows_of_examples() -> None:
     table, ids, pictures = torch.randn(9, 4), torch.tensor([[1, 2], [3, 4]]), torch.randn(2, 3, 1, 2, 2)
     with Picked([ids, pictures], 2, images=6) as picked:
-        assert table[ids.flatten()].shape == (4, 4)
-        assert pictures.flatten(0, 1)[torch.tensor([0, 1, 3, 4, 5])].shape[0] == 5
-        assert picked.by is None
-        assert ids.flatten()[ids.flatten() > 1].shape == (3,)
-    assert picked.by == "getitem"
+        assert picked.picked_by(table[ids.flatten()]) is None
+        assert picked.picked_by(pictures.flatten(0, 1)[torch.tensor([0, 1, 3, 4, 5])]) is None
+        assert picked.picked_by(ids.flatten()[ids.flatten() > 1]) == "getitem"

@@ -64,7 +64,9 @@ class Kept(DPTrainer):
 
 @pytest.mark.slow
 def test_failure_74_a_trainer_that_keeps_the_largest_loss_in_a_dict(tmp_path: Path) -> None:
-    refused(tmp_path, UnsupportedModelError, "kept.* keeps something of the examples", at_once=False, kind=Kept)
+    # That the examples of one micro-batch share it is seen first, as it happens.
+    said = "kept.* keeps something of the examples|in another example of its micro-batch"
+    refused(tmp_path, UnsupportedModelError, said, at_once=False, kind=Kept)
 
 
 class Noting(DPTrainer):
