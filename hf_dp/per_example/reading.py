@@ -195,8 +195,10 @@ class Reader:
             self._windows.update((each, size) for size in given.shape[1:-1])
         elif given.numel() and self.batch_size > 1:
             what = f"operation {operation} on an input of shape {tuple(given.shape)}"
-            if self.images != [each] * self.batch_size:
-                self._refuse_picked(what, parameters, None if self._picked is None else self._picked.picked_by(given))
+            by = None if self._picked is None else self._picked.picked_by(given)
+            # As many images of each may be more of each than in the check, which had one.
+            if by is not None or self.images != [each] * self.batch_size:
+                self._refuse_picked(what, parameters, by)
             if not self._is_even(each, given.shape[1:]):
                 self._unreadable(operation, given, parameters, _PACKED)
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)

@@ -75,6 +75,10 @@ def refused_by(path: str, what: str, shards: bool = False) -> str:
                 run.model.transformer.h[0].requires_grad_(False)
             if is_odd and what == "other weights":
                 run.model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1e-3
+            if what == "another state of the optimizer":
+                run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+                for p in run.model.parameters():
+                    run.optimizer.state[p]["momentum_buffer"] = torch.full_like(p, float(is_odd))
             if is_odd and what == "another optimizer":
                 run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
         try:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_dp.agreement import warn_of_drift
 from tests.distributed.differing import (
     draws_of_all,
     drifted,
@@ -34,6 +35,7 @@ DIFFERENCES = {
     "another version": "the versions of the libraries",
     "another precision of torch": "torch's settings",
     "another optimizer": "the optimizer",
+    "another state of the optimizer": "the optimizer's state",
     "another frozen layer": "the model's parameters",
 }
 
@@ -128,3 +130,13 @@ def test_who_waits_in_a_call_says_for_whom(pair: Gang) -> None:
     said = "Rank 0 waits in a_call() for rank 1: every rank must call it, not the first alone."
     assert pair.run(told_of_the_missing, 3.0) == [[said], []]
     assert pair.run(told_of_the_missing, 0.0) == [[], []]
+
+
+def test_weights_that_drifted_apart_are_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("hf_dp.agreement.difference", lambda facts: f"rank 1 has other numbers: {next(iter(facts))}")
+    warn_of_drift({"weight": "torch.float32 1"})
+    assert "what is trained, or the optimizer's state. Each rank adds up gradients at weights of its own" in caplog.text
+    caplog.clear()
+    monkeypatch.undo()
+    warn_of_drift({"weight": "torch.float32 1"})
+    assert not caplog.text

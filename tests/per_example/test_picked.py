@@ -95,6 +95,19 @@ def test_failure_92_picked_rows_are_refused_before_the_first_step(how: str, coun
         preflight(Tagged(PACKING[how]), losses, marked(*counts))
 
 
+@pytest.mark.parametrize("counts", [(2, 2, 2), (3, 1, 2)])
+def test_failure_92_words_are_not_taken_for_as_many_pictures(counts: tuple[int, ...]) -> None:
+    """Beside two pictures of each example, of which none is missing."""
+
+    def described(model: Any, data: Any) -> Tensor:
+        seen = model.inner(data["pictures"].flatten(0, 1).flatten(1)[:, :6].cos()).unflatten(0, (-1, 2)).sum(1)
+        return losses(lambda ids: model(ids) + seen[:, :3], data)
+
+    data = {**marked(*counts), "pictures": torch.rand(3, 2, 1, 3, 2, dtype=torch.float64) + 1}
+    with pytest.raises(UnsupportedModelError, match=r"getitem\(\) picked rows|cannot be read as"):
+        preflight(Tagged(by_mask), described, data)
+
+
 def chunks(model: Any, data: Any) -> Tensor:
     """Patches of pictures (B, 1, 8, 8), so many at a time of all together."""
     rows = model.inner(data["pixels"].reshape(-1, 6))
