@@ -18,6 +18,7 @@ from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
+from hf_dp.per_example.routed import Routed
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class Grouping:
         if self.is_view and self._most == 1:
             return factors
         left, right = (side.of(self._joined(side.tensor)) for side in (factors.left, factors.right))
+        if isinstance(factors, Routed):
+            return replace(factors, left=left, right=right, ids=self._joined(factors.ids))
         if not (isinstance(left, Dense) and isinstance(right, Dense)):
             return LookedUp(left, right, factors.scale, counts=_at(right.tensor, self._rows), most=self._most)
         joined = Outer(left, right, factors.scale, given=self._of_rows(factors.lengths()))

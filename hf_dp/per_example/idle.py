@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_dp.per_example.factors import Outer
 from hf_dp.per_example.gram import Dense
+from hf_dp.per_example.routed import Routed
 from hf_dp.per_example.waiting import answers_at_once
 
 # Of smaller rows nothing overflows float32 on the way to a norm and the bound on its rounding, in whatever form: not of
@@ -28,7 +29,10 @@ def without_idle(outer: Outer) -> Outer:
     from it alone.
     """
     left, right = outer.left, outer.right
-    if not (isinstance(left, Dense) and isinstance(right, Dense) and answers_at_once(outer.device)):
+    # Of what one expert was given, other positions are idle than of another's.
+    if isinstance(outer, Routed) or not (
+        isinstance(left, Dense) and isinstance(right, Dense) and answers_at_once(outer.device)
+    ):
         return outer
     for side in (left, right):
         if _may_be_idle(side.values) and 2 * len(used := _used(side.values)) <= side.values.shape[1]:

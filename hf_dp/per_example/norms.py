@@ -13,6 +13,7 @@ from hf_dp.per_example.factors import DistinctRows, Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, gram, smallest_block
 from hf_dp.per_example.lengths import Lengths, joined, magnitudes, rounding
 from hf_dp.per_example.precision import accumulation
+from hf_dp.per_example.routed import Routed
 from hf_dp.per_example.waiting import answers_at_once
 
 # A squared norm that rounding may have moved by this part of itself is taken in float64.
@@ -96,7 +97,7 @@ def squared_norms(uses: list[Factors], grams: SelfGrams | None = None) -> tuple[
             norms = abs(scale) * _norms(accumulation(values).flatten(1))
             return norms.square(), rounding(norms if rows.given is None else rows.given.magnitude())
     outers = [use for use in uses if isinstance(use, Outer)]
-    if len(outers) == len(uses):
+    if len(outers) == len(uses) and (len(uses) == 1 or not any(isinstance(use, Routed) for use in uses)):
         return _gram_norms(outers, grams or SelfGrams())
     return _norms_of_sum(uses, grams or SelfGrams())
 
@@ -155,6 +156,9 @@ def _own_terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
 
 def _own_norms(outer: Outer, grams: SelfGrams) -> tuple[Tensor, Lengths]:
     """The squared norms (B,) of an outer product, and the lengths of its rows."""
+    if isinstance(outer, Routed):
+        found = [(part.examples, squared_norms([part.outer.settled()])[0]) for part in outer.parts()]
+        return outer.added(found), outer.lengths()
     smallest = smallest_block(outer.left, outer.right)
     left, right = (grams.of(side, smallest) for side in (outer.left, outer.right))
     squares = left.inner(right)

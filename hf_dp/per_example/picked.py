@@ -118,6 +118,10 @@ class Picked(TorchFunctionMode):
         """Which operation picked rows that `tensor` was computed from; None if none did."""
         return self._picked.get(tensor, None if tensor in self._data else self._within[0])  # type: ignore[no-any-return]
 
+    def forget(self, tensor: Tensor) -> None:
+        """Takes note that its rows are as many of each, in order, however they came there."""
+        self._picked.pop(tensor, None)
+
     def has_one_of_each(self, tensor: Tensor) -> bool | None:
         """Of B rows, or (B, k), that follow from picked ones, whether row i was example i's; None of anything else."""
         found: bool | None = self._one_of_each.get(tensor, None if tensor in self._data else self._within[1])

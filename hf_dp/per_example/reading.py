@@ -7,19 +7,21 @@ What preflight certified decides, where there is a certificate; what is left in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_dp.per_example.counts import Counts
 from hf_dp.per_example.picked import Picked
-from hf_dp.per_example.pictures import not_blank
+from hf_dp.per_example.routes import Routes, followed
 from hf_dp.per_example.rule import (
     BY_GRADIENT,
     INFERRED,
     INFERS,
     MIXED,
+    ROUTED,
     SECOND,
     Axis,
     Bound,
@@ -30,6 +32,7 @@ from hf_dp.per_example.rule import (
 )
 
 _PACKED = "it may be packed, with other numbers of rows for each of"
+_BATCHED = "call model.set_experts_implementation('batched_mm'), with which Transformers' experts keep them in order"
 _SECOND = "neither its first axis nor its second can be read as"
 _WHOLE = (
     "let each example keep all of its rows (zeros in place of those that are left out), or make their numbers even and "
@@ -45,60 +48,45 @@ class Reader:
         batch_size: B.
         ambiguous_sizes: sizes that other axes have too, or None where readings are certified.
         readings: what is known of them.
-        length: positions of each row in the ids of the batch, or in its series.
-        rows: how many rows of ids each example has: two of a pair of texts.
-        folded_lengths: rows of each example in plain views.
-        images: how many each example has, where it may have several.
+        counts: what numbers of rows tell of this micro-batch.
         inferred: what was read as folded, and is no plain view; see `Picked`.
+        routes: whose the rows are that modules of experts sorted.
     """
 
     batch_size: int
     ambiguous_sizes: frozenset[int] | None = None
     readings: Readings = field(default_factory=dict)
-    length: int = 0
-    rows: int = 1
-    folded_lengths: set[int] = field(default_factory=set)
-    images: list[int] = field(default_factory=list)
     inferred: set[Use] = field(default_factory=set)
+    counts: Counts = field(init=False)
+    routes: Routes = field(init=False)
     _storages: set[int] = field(default_factory=set)
-    _has_positions: bool = True
-    _has_pictures: bool = False
-    _windows: set[tuple[int, int]] = field(default_factory=set)
     _picked: Picked | None = None
     _has_looked: bool = False
+
+    def __post_init__(self) -> None:
+        self.counts, self.routes = Counts(self.batch_size), Routes(self.batch_size)
+
+    def followed(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Inside, rows are followed through those `modules` that may sort them by something else than examples."""
+        may_route = self.ambiguous_sizes is not None or not self.readings or ROUTED in self.readings.values()
+        return followed(modules if may_route else (), self.routes, self._in_order, self._restored)
 
     @contextmanager
     def reading(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """Inside is the forward pass of a micro-batch of these `tensors`."""
         given = list(tensors)
         self._storages = {_storage(v) for v in given}
-        ids = [v for v in given if v.dim() == 2 and not v.is_floating_point()]
-        others = [v for v in given if v.dim() > 2]
-        if not ids and all(v.dim() == 3 and not v.is_floating_point() for v in others):
-            ids, self.rows = others, max((v.shape[1] for v in others), default=1)
-        self._has_positions = bool(ids)
-        self._has_pictures = any(v.dim() == 4 and v.is_floating_point() for v in given)
-        # The second axis of a picture is its colours.
-        series = [v.shape[1] for v in others if v.dim() != 4 and v.is_floating_point()]
-        self.length = max([*(v.shape[-1] for v in ids), *series], default=0)
-        # (B, N, C, H, W): models drop the images that are all zero, which fill up an example with fewer than others.
-        several = [v for v in given if v.dim() == 5]
-        self.images = not_blank(several[0]).tolist() if several else []
+        self.counts = Counts.of(given, self.batch_size)
         # To follow each operation takes time, and nothing may follow from it.
         if not self.readings.get(INFERS, True):
             yield
             return
-        self._picked = Picked(given, self.batch_size, several[0].shape[:2].numel() if several else 0)
+        self._picked = Picked(given, self.batch_size, self.counts.room)
         try:
             with self._picked:
                 yield
         finally:
             self._picked, self._has_looked = None, True
-
-    @property
-    def has_uneven_images(self) -> bool:
-        """Whether some examples have more images than others."""
-        return len(set(self.images)) > 1
 
     def known(self, operation: str, parameters: list[str], given: Tensor | None) -> str | None:
         """How preflight saw such a use read, if it did."""
@@ -113,13 +101,55 @@ class Reader:
             return "batch"
         return "folded" if rows % self.batch_size == 0 else None
 
-    def read(self, rule: Rule, bound: Bound, parameters: list[str]) -> str:
-        """The reading of a use: "batch", "folded", SECOND or "constant".
+    def axis(self, rule: Rule, bound: Bound, parameters: list[str]) -> Axis:
+        """How the input of a use is read: as "batch", "folded", SECOND, ROUTED or "constant".
 
         Raises:
             UnsupportedModelError: the shape has no reading, or may have another.
         """
+        order = None if bound.input is None else self.routes.order(bound.input, rule.is_sorted)
+        if order is not None:
+            return Axis(self.batch_size, ROUTED, order)
+        return Axis(self.batch_size, self._read(rule, bound, parameters))
+
+    def _in_order(self, several: Sequence[Tensor]) -> list[Tensor]:
+        """Those of `several` that have as many rows of each example, one example after another.
+
+        Beside one of which that is known, others with as many rows are taken for such too, unless they were picked.
+        """
+        rows = [one for one in several if one.is_floating_point() and one.dim() > 1]
+        plain = {len(one) for one in rows if _is_plainly_folded(one, self.batch_size)}
+        plain |= {len(one) for one in rows} & {self.batch_size}
+        sizes = plain or {len(one) for one in rows if self._is_in_order(one)}
+        return [one for one in several if len(one) in sizes and not self._was_picked(one)]
+
+    def _is_in_order(self, given: Tensor) -> bool:
+        """Whether its rows are, as `check_folded` has it."""
+        if len(given) % self.batch_size or (self._picked is None and not self._has_looked) or self._was_picked(given):
+            return False
+        is_even = self.counts.is_even(len(given) // self.batch_size, given.shape[1:])
+        if is_even and self._picked is not None:
+            self.inferred.add(Use("experts", "", INFERRED, given.dim()))
+        return is_even
+
+    def _was_picked(self, given: Tensor) -> bool:
+        if self._picked is None:
+            return False
+        if len(given) == self.batch_size:
+            return self._picked.has_one_of_each(given) is False
+        return self._picked.picked_by(given) is not None
+
+    def _restored(self, given: Tensor) -> None:
+        """Takes note that rows which a module picked are in order again."""
+        if self._picked is not None and self._picked.picked_by(given) is not None:
+            self._picked.forget(given)
+            self.inferred.add(Use("experts", "", ROUTED, given.dim()))
+
+    def _read(self, rule: Rule, bound: Bound, parameters: list[str]) -> str:
         given = bound.input
+        if rule.is_sorted:
+            reason = "it mixes the tokens of all examples, and it is not known that each has as many, and which"
+            raise refusal(parameters, f"operation {rule.name}", reason, _BATCHED)
         known = self.known(rule.name, parameters, given)
         if given is None:
             rows = bound.options["rows"]
@@ -127,7 +157,7 @@ class Reader:
             if "folded" in (found, found and known) and self.batch_size > 1:
                 what = f"operation {rule.name} to {rows} rows"
                 # Of a number nobody knows what it follows from.
-                if not self._is_even(rows // self.batch_size):
+                if not self.counts.is_even(rows // self.batch_size):
                     raise refusal(parameters, what, f"{_PACKED} {self.batch_size} examples", _WHOLE)
                 self.inferred.update(Use(rule.name, name, INFERRED, 0) for name in parameters)
             return found or "constant"
@@ -143,7 +173,7 @@ class Reader:
             self._check_picked(rule.name, given, parameters)
         if given.requires_grad or known in ("batch", "folded", "data"):
             return found or self._unreadable(rule.name, given, parameters, "its first axis cannot be read as")
-        if not found and self.has_uneven_images and given.shape[0] == sum(self.images):
+        if not found and self.counts.are_uneven_images and given.shape[0] == sum(self.counts.images):
             self._unreadable(rule.name, given, parameters, "its first axis cannot be read as")
         if found and known == "either" and self.batch_size > 1 and _storage(given) not in self._storages:
             self._unreadable(rule.name, given, parameters, "it may be what all examples share, or rows of")
@@ -165,6 +195,8 @@ class Reader:
             or self.batch_size in given.shape[1:]
         ):
             return True
+        if axis.reading == ROUTED:
+            return False
         if axis.reading == "constant":
             are_position_ids = given.dim() == 2 and len(given) == 1 and not given.is_floating_point()
             return not are_position_ids
@@ -191,34 +223,16 @@ class Reader:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
         if _is_plainly_folded(given, self.batch_size):
-            self.folded_lengths.add(each)
-            self._windows.update((each, size) for size in given.shape[1:-1])
+            self.counts.add_plain(each, given.shape[1:-1])
         elif given.numel() and self.batch_size > 1:
             what = f"operation {operation} on an input of shape {tuple(given.shape)}"
             by = None if self._picked is None else self._picked.picked_by(given)
             # As many images of each may be more of each than in the check, which had one.
-            if by is not None or self.images != [each] * self.batch_size:
+            if by is not None or self.counts.images != [each] * self.batch_size:
                 self._refuse_picked(what, parameters, by)
-            if not self._is_even(each, given.shape[1:]):
+            if not self.counts.is_even(each, given.shape[1:]):
                 self._unreadable(operation, given, parameters, _PACKED)
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
-
-    def _is_even(self, each: int, sizes: Sequence[int] = ()) -> bool:
-        """Whether so many rows on average can only be the same number of each example, as far as numbers tell.
-
-        Args:
-            sizes: of the other axes. Beside a text a picture has windows where a plain view had as many, as large.
-        """
-        # All rows, or windows of an image, where there is no mask by which some could have been chosen.
-        is_window = self._has_pictures and any((each, size) in self._windows for size in sizes)
-        if each == self.rows > 1 or (each in self.folded_lengths and (is_window or not self._has_positions)):
-            return True
-        # A choice among n positions of each example gives n for each only where it takes them all.
-        whole = [n for n in (self.length, max(self.folded_lengths, default=0)) if n and n >= self.length]
-        # Or the images of each example, none of them dropped. By one position all numbers are divided.
-        if self.batch_size == 1 or self.images == [each] * self.batch_size:
-            return True
-        return any(each % n == 0 for n in whole if n > 1 or each == 1)
 
     def _check_picked(self, operation: str, given: Tensor, parameters: list[str]) -> None:
         """Refuses as many rows as examples that were picked, and are not one of each in order."""
@@ -246,7 +260,7 @@ class Reader:
         raise refusal(parameters, what, f"it may be packed: {reason} {self.batch_size} examples", _WHOLE)
 
     def _unreadable(self, operation: str, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
-        if self.has_uneven_images:
+        if self.counts.are_uneven_images:
             reason = "it may hold other numbers of images of each of"
         raise refusal(
             parameters,

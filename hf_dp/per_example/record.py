@@ -255,13 +255,14 @@ def checked_run(
         )
     if watch.doubts:
         check_independence(model, loss_fn, batch, rules=rules, readings=seen.readings)
-    if watch.reader.has_uneven_images and is_sharded(model):
+    if watch.reader.counts.are_uneven_images and is_sharded(model):
         raise UnsupportedModelError(
-            f"examples with {watch.reader.images} images, under FSDP2.",
+            f"examples with {watch.reader.counts.images} images, under FSDP2.",
             why="whose each is takes further passes to find out, which all ranks would have to make together.",
             fix="give all examples of a micro-batch as many images, or train under DDP.",
         )
-    if watch.doubts or watch.reader.has_uneven_images:  # As many images as examples need not be one image of each.
+    # As many images as examples need not be one image of each.
+    if watch.doubts or watch.reader.counts.are_uneven_images:
         check_shares(model, loss_fn, batch, rules=rules, readings=seen.readings)
     if certificate is not None and size > 1 and not certificate.covers(watch.uses):
         unseen = sorted(watch.uses - certificate)[0]

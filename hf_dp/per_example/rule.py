@@ -43,17 +43,34 @@ class Operands(NamedTuple):
 class Axis(NamedTuple):
     """How the example axis of an input is read: "batch" (B, ...), "folded" (B*k, ...), or "constant": in none.
 
-    Where it is SECOND, (T, B, ...), rules see the first two axes in the other order.
+    Where it is SECOND, (T, B, ...), rules see the first two axes in the other order; where it is ROUTED, (B*k, ...) in
+    the order of something else, they see the examples one after another, unless they are `is_sorted`.
+
+    Attributes:
+        order: (B*k,) of a ROUTED input where the rows of the first example are, those of the second, and so on.
     """
 
     batch_size: int
     reading: str
+    order: Tensor | None = None
 
     def positions(self, tensor: Tensor) -> Tensor:
         """(B, T, n) from a tensor laid out like the input, features last."""
         if tensor.dim() == 3 and tensor.shape[0] == self.batch_size:
             return tensor  # A view of its own for each use takes a GPU's host longer than to ask.
         return tensor.reshape(self.batch_size, -1, tensor.shape[-1])
+
+    def led(self, tensor: Tensor) -> Tensor:
+        """An input as rules see it: the examples first, one after another."""
+        if self.reading == SECOND:
+            return tensor.transpose(0, 1)
+        return tensor if self.order is None else tensor[self.order]
+
+    def as_before(self, tensor: Tensor) -> Tensor:
+        """What a rule gave, laid out like the input."""
+        if self.reading == SECOND:
+            return tensor.transpose(0, 1)
+        return tensor if self.order is None else tensor[self.order.argsort()]
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(B, k, ...) from a tensor laid out like the input."""
@@ -72,6 +89,7 @@ class Rule:
             {role: Factors})`. Example i's factor must depend on row i of the saved tensors and of `grad_output` alone.
         features: number of trailing axes of the input that are not example or position axes.
         is_orderless: whether axes that are no features may change places, if no option of a `Bound` denies it.
+        is_sorted: what it does follows from the order of the input's rows, whose examples `order` of the axis says.
         is_product: autocast computes it in fewer bits, of an input cast to these; that cast is saved in its place then.
     """
 
@@ -82,6 +100,7 @@ class Rule:
     features: int = 1
     is_product: bool = False
     is_orderless: bool = False
+    is_sorted: bool = False
 
 
 class Use(NamedTuple):
@@ -94,6 +113,8 @@ class Use(NamedTuple):
 
 
 SECOND = "second"
+# Rows that a module sorted, of which `routes.py` knows whose they are.
+ROUTED = "routed"
 # First in one place, second in another.
 MIXED = "mixed"
 # Noted beside the reading of data that requires no gradient.

@@ -13,13 +13,8 @@ from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped, names_of
 
-# Why there is no rule, and the way out, by a part of the operation's name. What sorts the tokens of all examples by
-# expert loses sight of whose they are.
+# Why there is no rule, and the way out, by a part of the operation's name.
 _REASONS = {
-    "grouped_mm": (
-        "it mixes the tokens of all examples",
-        "call model.set_experts_implementation('batched_mm'), with which Transformers' experts keep them in order",
-    ),
     "autograd.backward": (
         "a reentrant checkpoint returns what is computed from parameters alone",
         "take gradient_checkpointing_kwargs={'use_reentrant': False}, with which this is exact",

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverloadPacket
 from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnsupportedModelError
@@ -33,7 +34,7 @@ from hf_dp.per_example.ieee import are_in_full, full_precision, whole_sums
 from hf_dp.per_example.leaves import refusing_others
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
+from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.rules.composites import COMPOSITES
 from hf_dp.per_example.sharding import named_modules, refuse_unknown_shards, reshard, trained_in, watched_when_whole
 from hf_dp.per_example.use import Call, copied, name_of, recorded, sorted_operands
@@ -145,7 +146,7 @@ class Watch:
         self.factors = {name: [] for name in originals}
         self.sum_dtypes = {name: sum_dtype(p.dtype) for name, p in originals.items()}
         try:
-            with in_place(modules, originals, watched), functions_seen():
+            with in_place(modules, originals, watched), functions_seen(), self.reader.followed(modules):
                 with watched_when_whole(model, sharded, watch):
                     yield
                 leaked = self.leaked | {name for name, p in originals.items() if p.grad is not None}
@@ -166,7 +167,8 @@ class Watch:
     ) -> Any:
         """Runs one operation that involves a watched tensor: a use, by its rule, or one on constants alone."""
         self.may_come_again |= not torch.is_grad_enabled()
-        rule = self.rules.get(function)
+        # The operators of other libraries by their names: they are there once these are imported.
+        rule = self.rules.get(str(function) if isinstance(function, OpOverloadPacket) else function)
         name = rule.name if rule else name_of(function)
         parameters = names_of(w.source for w in watched)
         if self.is_closed or any(w.source.watch is not self for w in watched):
@@ -232,9 +234,8 @@ class Watch:
     def _use(self, rule: Rule, bound: Bound, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
         watched = {r: p.source for r, p in bound.parameters.items() if isinstance(p, WatchedParameter)}
         operands = Operands({r: plain(p) for r, p in bound.parameters.items()}, frozenset(watched), bound.options)
-        axis = Axis(self.batch_size, self.reader.read(rule, bound, parameters))
-        is_second = axis.reading == SECOND
-        given = bound.input.transpose(0, 1) if is_second and bound.input is not None else bound.input
+        axis = self.reader.axis(rule, bound, parameters)
+        given = None if bound.input is None else axis.led(bound.input)
         is_doubtful = self.reader.is_doubtful(rule, given, axis, is_known=not isinstance(function, Applied))
         self._note(rule.name, parameters, given, axis, is_doubtful)
         if axis.reading == "constant":
@@ -244,9 +245,9 @@ class Watch:
             if not torch.is_grad_enabled():
                 return rule.forward(given, operands)[0]
             return self._constant(parameters, *by_rule(rule, given, operands, watched))
-        output = recorded(given, Call(self, rule, operands, watched, axis))
+        output = recorded(bound.input if rule.is_sorted else given, Call(self, rule, operands, watched, axis))
         self.dtypes.add(output.dtype)
-        return output.transpose(0, 1) if is_second else output
+        return output if rule.is_sorted else axis.as_before(output)
 
     def _on_constants(
         self, function: Any, args: Any, kwargs: Any, parameters: list[str], refused: UnsupportedModelError

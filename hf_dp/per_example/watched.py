@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_dp.per_example.casts import Casts
-from hf_dp.per_example.factors import Factors
+from hf_dp.per_example.factors import Factors, Outer
+from hf_dp.per_example.routed import Routed
 
 
 class Recording(Protocol):
@@ -204,12 +206,24 @@ def _derive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return source.derived(
             func(*values, **kwargs), (lambda f: source.pull(f.transposed)) if swapped else source.pull
         )
+    if func in _TRANSPOSES and source.plain.dim() == 3:
+        swapped = func(*values, **kwargs)
+        if swapped.stride() == source.plain.mT.stride() and swapped.shape == source.plain.mT.shape:
+            return source.derived(swapped, lambda f: source.pull(_each_transposed(f, swapped.shape)))
     if func in _REPLACES_ROWS:
         return _rows_replaced(source, *values, **mapped(plain, kwargs))
     scale = None if kwargs else _scale(_SCALES.get(func), [a for a in args if a is not watched[0]], args[0], watched[0])
     if scale is None:
         return None
     return source.derived(func(*values), lambda f: source.pull(f.scaled(scale)))
+
+
+def _each_transposed(factors: Factors, shape: torch.Size) -> Factors:
+    """Those of several matrices (n, p, d) from those of their transposes, of this `shape`."""
+    if isinstance(factors, Routed):
+        return factors.transposed
+    values = factors.instantiated() if isinstance(factors, Outer) else factors
+    return replace(values, values=values.values.reshape(-1, *shape).mT)
 
 
 def _scale(kind: str | None, others: list[Any], first: Any, parameter: Any) -> float | None:

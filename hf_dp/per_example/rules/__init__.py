@@ -1,7 +1,8 @@
 """One explicit table: torch function -> the factors of each parameter that it uses.
 
 A rule repeats what autograd would do for the input and replaces the weight gradient by its factors. To add one for an
-operation of your own, pass `{**RULES, my_function: Rule(...)}` to `record` and `preflight`.
+operation of your own, pass `{**RULES, my_function: Rule(...)}` to `record` and `preflight`; an operator of
+`torch.ops.library` goes by its name, "library.operator".
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from hf_dp.per_example.rule import Rule
 from hf_dp.per_example.rules.convolutions import CONVOLUTIONS
 from hf_dp.per_example.rules.elementwise import ELEMENTWISE
+from hf_dp.per_example.rules.experts import EXPERTS
 from hf_dp.per_example.rules.linear import LINEAR
 from hf_dp.per_example.rules.lookups import LOOKUPS
 from hf_dp.per_example.rules.normalisation import NORMALISATION
@@ -26,5 +28,5 @@ class _Table(dict[Any, Rule]):
 
 
 RULES: Mapping[Any, Rule] = MappingProxyType(
-    _Table({**LINEAR, **LOOKUPS, **NORMALISATION, **ELEMENTWISE, **CONVOLUTIONS, **RECURRENT})
+    _Table({**LINEAR, **LOOKUPS, **NORMALISATION, **ELEMENTWISE, **CONVOLUTIONS, **RECURRENT, **EXPERTS})
 )

@@ -1,0 +1,111 @@
+"""Per-example gradients of the matrices of experts, each of which was given some of an example's positions.
+
+Expert e's part of example i's gradient is the sum of outer products over the positions of i that e was given. Parts of
+different experts lie in different places, so a squared norm is the sum of theirs: each is one of an `Outer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_dp.per_example.factors import Outer, PerExample
+from hf_dp.per_example.gram import Dense, Side
+from hf_dp.per_example.lengths import Lengths
+from hf_dp.per_example.precision import accumulation
+from hf_dp.per_example.products import add_weighted_
+
+
+class Parts(NamedTuple):
+    """Some parts of gradients, of n pairs of an example and an expert with about as many positions.
+
+    Attributes:
+        examples: (n,) whose they are.
+        experts: (n,) beside them.
+        outer: of n "examples".
+    """
+
+    examples: Tensor
+    experts: Tensor
+    outer: Outer
+
+
+@dataclass(frozen=True)
+class Routed(Outer):
+    """Example i's gradient (experts, left.size, right.size): that of expert e is the sum over the t with ids_i[t] = e.
+
+    Attributes:
+        ids: (B, T) which expert was given each position.
+        experts: how many there are.
+    """
+
+    ids: Tensor = field(kw_only=True)
+    experts: int = field(kw_only=True)
+
+    def parts(self) -> Iterator[Parts]:
+        """All that have a position. Those with up to twice as many go together, and are filled up with zeros."""
+        batch, positions = self.ids.shape
+        owners = torch.arange(batch, device=self.device).repeat_interleave(positions)
+        keys, order = (owners * self.experts + self.ids.flatten()).sort(stable=True)
+        found, counts = keys.unique_consecutive(return_counts=True)
+        starts = counts.cumsum(0) - counts
+        rooms = torch.ceil(counts.double().log2()).long()
+        for room in rooms.unique().tolist():
+            chosen = (rooms == room).nonzero().squeeze(1)
+            places = torch.arange(2**room, device=self.device)
+            used = places < counts[chosen, None]
+            index = order[starts[chosen, None] + places.minimum(counts[chosen, None] - 1)]
+
+            def of(side: Side, index: Tensor = index, used: Tensor = used) -> Dense:
+                return Dense(side.tensor.flatten(0, 1)[index].masked_fill_(~used[..., None], 0))
+
+            outer = Outer(of(self.left), of(self.right), self.scale)
+            yield Parts(found[chosen] // self.experts, found[chosen] % self.experts, outer)
+
+    def lengths(self, left: Tensor | None = None, right: Tensor | None = None, is_kept: bool = False) -> Lengths:
+        """One for each example, of its parts together."""
+        if self.given is not None:
+            return self.given
+        squares = [(part.examples, part.outer.lengths().magnitude().square()) for part in self.parts()]
+        return Lengths(self.added(squares).sqrt()[:, None])
+
+    def added(self, found: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """(B,) the sums of numbers (n,) of parts whose examples (n,) stand beside them."""
+        examples, numbers = (torch.cat(several) for several in zip(*found, strict=True))
+        return numbers.new_zeros(len(self.ids)).index_add_(0, examples, numbers)
+
+    @property
+    def likeness(self) -> tuple[object, ...]:
+        """As of others of its kind."""
+        return type(self), self.experts, super().likeness
+
+    def instantiated(self, cut_block: int = 0) -> PerExample:
+        """The gradients (B, experts, left.size, right.size)."""
+        dtype = accumulation(self.left.tensor[:0]).dtype
+        shape = len(self.ids), self.experts, self.left.size, self.right.size
+        values = torch.zeros(shape, dtype=dtype, device=self.device)
+        for examples, experts, outer in self.parts():
+            values[examples, experts] = outer.instantiated().values.to(dtype)
+        return PerExample(values)
+
+    def settled(self) -> Outer:
+        """Itself: of all experts together the gradients are large, and most are zero."""
+        return self
+
+    def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
+        """As of `Outer`, to `out` (experts, left.size, right.size)."""
+        order = self.ids.flatten().argsort(stable=True)
+        counts = torch.bincount(self.ids.flatten(), minlength=self.experts).tolist()
+        matrices = out.view(self.experts, self.left.size, self.right.size)
+        for matrix, rows in zip(matrices, order.split(counts), strict=True):
+            if len(rows):
+                left, right = (side.tensor.flatten(0, 1)[rows, None] for side in (self.left, self.right))
+                add_weighted_(matrix, left, right, coefficients[rows // self.ids.shape[1]], self.scale)
+
+    def selected(self, index: Tensor) -> Outer:
+        """The examples in `index` alone."""
+        return replace(super().selected(index), ids=self.ids[index])  # type: ignore[call-arg]
