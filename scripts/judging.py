@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.integrations import moe
 
 from hf_dp.errors import HfDpError
 from hf_dp.losses import check_own_loss, per_example_losses
@@ -79,6 +80,21 @@ def _in_float64() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
+@contextmanager
+def sorted_in_float64() -> Iterator[None]:
+    """Inside, Transformers multiplies the rows of experts in float64 with what it has for where torch cannot."""
+
+    def can(input: Tensor, weight: Tensor, offs: Tensor) -> bool:
+        return input.dtype != torch.float64 and bool(before(input, weight, offs))
+
+    before, moe._can_use_grouped_mm = moe._can_use_grouped_mm, can
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = before
+
+
+@sorted_in_float64()
 def judge(
     build: Build,
     make_batch: Callable[[int, int, torch.dtype], dict[str, Any]],

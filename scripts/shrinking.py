@@ -134,8 +134,6 @@ def small_model(kind: type, config_kind: type, head: str) -> nn.Module:
                 for name in ("pad_token_id", "decoder_start_token_id"):
                     if getattr(settings, name, None) is None:
                         setattr(settings, name, SIZES[name])
-            if any("expert" in name for name, _ in model.named_parameters()):
-                model.set_experts_implementation("batched_mm")
             with torch.no_grad():
                 loss = model.eval()(**batch_for(head, config, 2)).loss
             if not loss.isfinite():

@@ -76,7 +76,7 @@ def _is_random(model: nn.Module, batch: dict[str, Any]) -> bool:
 def judge_class(name: str, kind: str, head: str) -> str:
     """ "exact 3e-16", "refused: why", "WRONG ..." or "not made: why"."""
     try:
-        with _limited():
+        with _limited(), judging.sorted_in_float64():
             made = getattr(transformers, kind)
             model = small_model(made, made.config_class or transformers.CONFIG_MAPPING[name], head)
             state, config = model.state_dict(), model.config
@@ -127,9 +127,8 @@ def page(found: dict[str, dict[str, str]]) -> str:
         "each type, and random weights. *Exact* are norms and sums of all parameters, and no example moves another, in",
         f"float64 within 1e-10 of a loop over single examples and in float32 within 1e-3, for {SHAPES[0][0]}, "
         f"{SHAPES[1][0]} and",
-        f"{SHAPES[2][0]} examples. Experts are batched (`model.set_experts_implementation('batched_mm')`). *Not made*",
-        "says that no small model came of the names of a config's settings: nothing is known of it. In more depth, and",
-        "with padding, shapes and precisions: [coverage](coverage.md).",
+        f"{SHAPES[2][0]} examples. *Not made* says that no small model came of the names of a config's settings:",
+        "nothing is known of it. In more depth, and with padding, shapes and precisions: [coverage](coverage.md).",
         "",
         "| task | exact | refused | not made |",
         "| --- | --- | --- | --- |",

@@ -101,8 +101,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", _LLAMA_LIKE),
     "gpt_bigcode": ("gpt_bigcode", {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 4,
                                     "n_positions": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
-    "gpt_oss, experts batched": ("gpt_oss", {**_LLAMA_LIKE, "head_dim": 6, "num_local_experts": 4,
-                                             "num_experts_per_tok": 2, "sliding_window": 4}),
+    "gpt_oss": ("gpt_oss", {**_LLAMA_LIKE, "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2,
+                            "sliding_window": 4}),
     "mamba": ("mamba", {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 4,
                         "time_step_rank": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     "granite": ("granite", _LLAMA_LIKE),
@@ -140,8 +140,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 CONFIGS |= {name: (name, {**_LLAMA_LIKE, "head_dim": 6}) for name in ("starcoder2", "nemotron", "glm4")}
 CONFIGS["granite_swa"] = ("granite_swa", _LLAMA_LIKE)
 CONFIGS |= {name: (name, _BART) for name in ("mbart", "m2m_100", "pegasus", "marian")}
+for _name in ("mixtral", "qwen3_moe", "gpt_oss"):
+    CONFIGS[f"{_name}, experts batched"] = CONFIGS[_name]
 for _name in ("mixtral", "qwen3_moe"):
-    CONFIGS |= dict.fromkeys((f"{_name}, experts batched", f"{_name}, experts and router frozen"), CONFIGS[_name])
+    CONFIGS[f"{_name}, experts and router frozen"] = CONFIGS[_name]
 CONFIGS["videomae"] = ("videomae", {**_TOWER, "image_size": 8, "patch_size": 4, "num_frames": 4, "tubelet_size": 2})
 CONFIGS["longformer"] = ("longformer", {**_BERT_LIKE, "attention_window": [4, 4], "bos_token_id": 1, "eos_token_id": 2})
 CONFIGS["xlnet"] = ("xlnet", {"vocab_size": VOCABULARY, "d_model": 24, "d_inner": 40, "n_layer": 2, "n_head": 4})

@@ -46,11 +46,9 @@ def tiny(name: str, head: str, dtype: torch.dtype = torch.float64, **changes: An
         if is_dropout and isinstance(getattr(config, key), float) and key not in changes:
             setattr(config, key, 0.0)
     model = AUTO[head].from_config(config)
-    # Transformers sorts tokens by expert unless told otherwise, and then not in float64.
+    # Transformers sorts tokens by expert unless told otherwise.
     if name.endswith("batched"):
         model.set_experts_implementation("batched_mm")
-    elif name.endswith("router frozen") and dtype == torch.float64:
-        model.set_experts_implementation("eager")
     model = model.text_model if head == "text" else model
     if name in UNTIED and (output := model.get_output_embeddings()) is not None:
         output.weight = nn.Parameter(output.weight.detach().clone())

@@ -14,8 +14,6 @@ from tests import architectures, zoo
 
 # As many examples as positions: the numbers that tell their axes apart least. In float64 alone.
 QUICK = ((7, 7),)
-# Those with experts in the order that Transformers sorts them into.
-REFUSED = {"mixtral", "qwen3_moe"}
 REFUSED_ADAPTERS = {"OFT, constrained"}
 # Adapters of which one tensor is for all layers.
 SHARED = {
@@ -30,14 +28,14 @@ ALIKE = {
     *("mistral", "qwen2", "granite", "olmo2", "smollm3", "starcoder2", "granite_swa", "glm4", "nemotron"),  # llama
     *("gemma", "gemma3", "phi", "phi3", "stablelm"),  # gemma2, qwen3 and gpt_neox
     *("gpt_bigcode", "mpnet", "dinov2"),  # gpt2, bert, vit
-    *("qwen3_moe, experts batched", "qwen3_moe, experts and router frozen"),  # mixtral
+    *("qwen3_moe", "qwen3_moe, experts batched", "qwen3_moe, experts and router frozen"),  # mixtral
     *("xlm-roberta", "electra", "mt5", "flan-t5"),  # roberta, bert and albert, t5
     *("mbart", "m2m_100", "pegasus", "marian"),  # bart
     *("hubert", "siglip"),  # wav2vec2, clip
     *("smolvlm", "llava", "paligemma"),  # idefics3, with one image of the towers of clip and siglip
     # gpt2 and llama, whose layers have no more than these; t5 and whisper
     *("gptj", "gpt_neo", "falcon", "bloom", "bart"),
-    "mixtral, experts batched",  # gpt_oss
+    *("mixtral", "gpt_oss, experts batched"),  # gpt_oss and mixtral, experts batched
     # tests/per_example/test_exact.py has them, on real batches.
     *("llama_tied", "qwen3", "opt", "gpt_neox", "roberta", "distilbert"),
     # Adapters whose operations others have, with other numbers.
@@ -76,7 +74,7 @@ def assert_as_expected(result: str, refused: bool) -> None:
 @pytest.mark.parametrize("name", cases(architectures.CONFIGS))
 def test_architectures(name: str) -> None:
     """With their first head; `test_every_case` has all of them."""
-    assert_as_expected(coverage.judge_head(name, architectures.HEADS[name][0], QUICK), name in REFUSED)
+    assert_as_expected(coverage.judge_head(name, architectures.HEADS[name][0], QUICK), refused=False)
 
 
 @pytest.mark.few(3)
@@ -103,7 +101,7 @@ def test_every_case() -> None:
     }
     assert not {case: text for case, text in found.items() if text.startswith("WRONG")}
     refused = {name for (name, column), text in found.items() if text.startswith("refused")}
-    assert refused == REFUSED | REFUSED_ADAPTERS | {"bart"}
+    assert refused == REFUSED_ADAPTERS | {"bart"}
 
 
 def test_what_the_zoo_calls_tied_is_tied() -> None:

@@ -18,14 +18,13 @@ from tests import zoo
 from tests.training.own_loops import a_run
 from tests.training.workbench import make, pad_for_language, parameters, private, rows
 
-TARGETS = {"llama": ["q_proj.weight"], "qwen3_moe": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TARGETS = {"llama": ["q_proj.weight"], "qwen3_moe": _EXPERTS, "qwen3_moe, experts batched": _EXPERTS}
 IDS = torch.arange(8)[None]
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
     base: Any = zoo.tiny(name, "causal_lm", dtype, num_hidden_layers=1)
-    if name == "qwen3_moe":
-        base.set_experts_implementation("batched_mm")
     model: Any = get_peft_model(base, LoraConfig(r=2, target_modules=[], target_parameters=TARGETS[name]))
     with torch.no_grad():
         for p in model.parameters():
@@ -45,7 +44,7 @@ def test_they_are_exact(name: str) -> None:
     assert judge(functools.partial(model_of, name), batches, shapes=((7, 7),)).startswith("exact ")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.slow
 def test_they_are_trained(tmp_path: Path, name: str) -> None:
     model = model_of(name)
