@@ -157,7 +157,7 @@ def _own_terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
 def _own_norms(outer: Outer, grams: SelfGrams) -> tuple[Tensor, Lengths]:
     """The squared norms (B,) of an outer product, and the lengths of its rows."""
     if isinstance(outer, Routed):
-        found = [(part.examples, squared_norms([part.outer.settled()])[0]) for part in outer.parts()]
+        found = [(parts.examples, squared_norms([outer.outer(parts).settled()])[0]) for parts in outer.parts()]
         return outer.added(found), outer.lengths()
     smallest = smallest_block(outer.left, outer.right)
     left, right = (grams.of(side, smallest) for side in (outer.left, outer.right))

@@ -32,6 +32,7 @@ from hf_dp.per_example.rule import (
 )
 
 _PACKED = "it may be packed, with other numbers of rows for each of"
+_SORTED = "call model.set_experts_implementation('grouped_mm'), with which it is known whose each row is"
 _BATCHED = "call model.set_experts_implementation('batched_mm'), with which Transformers' experts keep them in order"
 _SECOND = "neither its first axis nor its second can be read as"
 _WHOLE = (
@@ -257,7 +258,7 @@ class Reader:
             reason = f"{by}() picked rows before, maybe more of some than of others of"
         else:
             return
-        raise refusal(parameters, what, f"it may be packed: {reason} {self.batch_size} examples", _WHOLE)
+        raise refusal(parameters, what, f"it may be packed: {reason} {self.batch_size} examples", self._way or _WHOLE)
 
     def _unreadable(self, operation: str, given: Tensor, parameters: list[str], reason: str) -> NoReturn:
         if self.counts.are_uneven_images:
@@ -266,7 +267,13 @@ class Reader:
             parameters,
             f"operation {operation} on an input of shape {tuple(given.shape)}",
             f"{reason} {self.batch_size} examples",
+            self._way,
         )
+
+    @property
+    def _way(self) -> str:
+        """Out of rows that follow from those which a module of experts picked."""
+        return _SORTED if self.routes.were_followed else ""
 
 
 def _is_plainly_folded(given: Tensor, batch_size: int) -> bool:

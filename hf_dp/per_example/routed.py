@@ -6,6 +6,7 @@ different experts lie in different places, so a squared norm is the sum of their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -14,24 +15,34 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.factors import Outer, PerExample
-from hf_dp.per_example.gram import Dense, Side
+from hf_dp.per_example.gram import Dense
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.products import add_weighted_
 
 
 class Parts(NamedTuple):
-    """Some parts of gradients, of n pairs of an example and an expert with about as many positions.
+    """Some parts of gradients, of n pairs of an example and an expert with about as many positions, at most m.
 
     Attributes:
         examples: (n,) whose they are.
         experts: (n,) beside them.
-        outer: of n "examples".
+        at: (n, m) their positions among those of all examples, the last one of some again and again.
+        used: (n, m) those that are none again.
     """
 
     examples: Tensor
     experts: Tensor
-    outer: Outer
+    at: Tensor
+    used: Tensor
+
+    def rows(self, values: Tensor) -> Tensor:
+        """(n, m, ...) of (B, T, ...)."""
+        return values.flatten(0, 1)[self.at]
+
+    def filled(self, values: Tensor) -> Tensor:
+        """The same with zeros where a position comes again."""
+        return self.rows(values).masked_fill_(~self.used.view(*self.used.shape, *[1] * (values.dim() - 2)), 0)
 
 
 @dataclass(frozen=True)
@@ -47,31 +58,34 @@ class Routed(Outer):
     experts: int = field(kw_only=True)
 
     def parts(self) -> Iterator[Parts]:
-        """All that have a position. Those with up to twice as many go together, and are filled up with zeros."""
+        """All that have a position. Those with up to half as many again go together."""
         batch, positions = self.ids.shape
         owners = torch.arange(batch, device=self.device).repeat_interleave(positions)
         keys, order = (owners * self.experts + self.ids.flatten()).sort(stable=True)
         found, counts = keys.unique_consecutive(return_counts=True)
         starts = counts.cumsum(0) - counts
-        rooms = torch.ceil(counts.double().log2()).long()
-        for room in rooms.unique().tolist():
-            chosen = (rooms == room).nonzero().squeeze(1)
-            places = torch.arange(2**room, device=self.device)
-            used = places < counts[chosen, None]
-            index = order[starts[chosen, None] + places.minimum(counts[chosen, None] - 1)]
+        steps = torch.ceil(2 * counts.double().log2()).long()
+        for step in steps.unique().tolist():
+            chosen = (steps == step).nonzero().squeeze(1)
+            places, own = torch.arange(math.floor(2 ** (step / 2)), device=self.device), counts[chosen, None]
+            index = order[starts[chosen, None] + places.minimum(own - 1)]
+            yield Parts(found[chosen] // self.experts, found[chosen] % self.experts, index, places < own)
 
-            def of(side: Side, index: Tensor = index, used: Tensor = used) -> Dense:
-                return Dense(side.tensor.flatten(0, 1)[index].masked_fill_(~used[..., None], 0))
-
-            outer = Outer(of(self.left), of(self.right), self.scale)
-            yield Parts(found[chosen] // self.experts, found[chosen] % self.experts, outer)
+    def outer(self, parts: Parts) -> Outer:
+        """Those of n "examples"."""
+        # Beside zeros on one side it makes no difference what is on the other.
+        return Outer(Dense(parts.filled(self.left.tensor)), Dense(parts.rows(self.right.tensor)), self.scale)
 
     def lengths(self, left: Tensor | None = None, right: Tensor | None = None, is_kept: bool = False) -> Lengths:
         """One for each example, of its parts together."""
         if self.given is not None:
             return self.given
-        squares = [(part.examples, part.outer.lengths().magnitude().square()) for part in self.parts()]
-        return Lengths(self.added(squares).sqrt()[:, None])
+        whole, found = super().lengths(left, right, is_kept), list[tuple[Tensor, Tensor]]()
+        assert whole.right is not None
+        for parts in self.parts():
+            own = replace(whole, left=parts.filled(whole.left), right=parts.filled(whole.right))
+            found.append((parts.examples, own.magnitude().square()))
+        return Lengths(self.added(found).sqrt()[:, None])
 
     def added(self, found: list[tuple[Tensor, Tensor]]) -> Tensor:
         """(B,) the sums of numbers (n,) of parts whose examples (n,) stand beside them."""
@@ -88,8 +102,8 @@ class Routed(Outer):
         dtype = accumulation(self.left.tensor[:0]).dtype
         shape = len(self.ids), self.experts, self.left.size, self.right.size
         values = torch.zeros(shape, dtype=dtype, device=self.device)
-        for examples, experts, outer in self.parts():
-            values[examples, experts] = outer.instantiated().values.to(dtype)
+        for parts in self.parts():
+            values[parts.examples, parts.experts] = self.outer(parts).instantiated().values.to(dtype)
         return PerExample(values)
 
     def settled(self) -> Outer:

@@ -60,6 +60,11 @@ class Routes:
         self._places: Any = WeakIdKeyDictionary()
         self._in_order: dict[tuple[int, torch.device], Places] = {}
 
+    @property
+    def were_followed(self) -> bool:
+        """Whether a module was given rows of the examples in order, and may have sorted them."""
+        return bool(self._in_order)
+
     def order(self, tensor: Tensor, is_sorted: bool) -> Tensor | None:
         """(n,) where the rows of the first example are, as they were before they were sorted, and those of the others.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_dp.per_example.gram import Dense
 from hf_dp.per_example.routed import Routed
 from hf_dp.per_example.rule import Axis, Backward, Bound, Operands, Rule, Saved, unsupported
+from hf_dp.per_example.waiting import answers_at_once
 
 # How Transformers calls what it computes the same with where torch cannot: in float64, or on an older GPU.
 _FALLBACK = "transformers.grouped_mm_fallback"
@@ -39,10 +40,13 @@ def _rule(grouped: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Rule:
         (given, offsets), weight = saved, operands.needed("weight")
         assert axis.order is not None
         ids = torch.searchsorted(offsets, axis.order.to(offsets.dtype), right=True)
+        rows = given[axis.order], gradient[axis.order]
         # Beyond the last expert's, which are for one on another device, there is nothing, and no numbers.
-        rows = (side[axis.order].masked_fill_((ids == len(weight))[:, None], 0) for side in (given, gradient))
-        left, right = (Dense(axis.positions(side)) for side in rows)
+        beyond = ids == len(weight)
+        if not answers_at_once(beyond.device) or bool(beyond.any()):
+            rows = rows[0].masked_fill_(beyond[:, None], 0), rows[1].masked_fill_(beyond[:, None], 0)
         ids = ids.clamp_max_(len(weight) - 1).view(axis.batch_size, -1)
+        left, right = (Dense(axis.positions(side)) for side in rows)
         input_gradient = grouped(gradient.contiguous(), weight.mT, offsets) if needs_input else None
         return input_gradient, {"weight": Routed(left, right, ids=ids, experts=len(weight))}
 
