@@ -74,18 +74,12 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
         apart = special.ndtr(mu / 2 - epsilon / mu)
         return bool(apart - math.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)) >= delta)
 
-    if mu <= 0 or not exceeds(0.0):
-        return 0.0
-    low, high = 0.0, mu * mu / 2 + mu * 40
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if exceeds(middle) else (low, middle)
-    return low
+    return 0.0 if mu <= 0 else largest(exceeds, mu * mu / 2 + mu * 40)
 
 
-def largest(is_excluded: Callable[[float], bool]) -> float:
-    """The largest number that is excluded, from below; 0 where none is. All below an excluded one are."""
-    low, high = 0.0, _LARGEST
+def largest(is_excluded: Callable[[float], bool], high: float = _LARGEST) -> float:
+    """The largest number below `high` that is excluded, from below; 0 where none is. All below an excluded one are."""
+    low = 0.0
     if not is_excluded(low):
         return 0.0
     for _ in range(_HALVINGS):
