@@ -144,47 +144,29 @@ def _noting(value: Any, reads: Reads, n: int) -> Any:
         if isinstance(place, (int, str)):
             seen.add(place)
 
-    if isinstance(value, list):
-        return _List(value, note)
-    if isinstance(value, dict):
-        return _Dict(value, note)
+    if isinstance(value, (list, dict)):
+        return _noted(list if isinstance(value, list) else dict, note)(value)
     if is_dataset and not type(value).__module__.startswith("datasets."):
         return _of_python(value, note, reads, n)
     return _Table(value, note, lambda part: _noting(part, reads, n))
 
 
 def _of_python(dataset: Any, note: Callable[[Any], None], reads: Reads, n: int) -> Any:
-    kind = type(dataset)
-
-    def read(self: Any, key: Any) -> Any:
-        note(key)
-        return kind.__getitem__(self, key)
-
     # Neither made nor ended as a dataset is, which may open files, and close those that both hold.
-    noting: Any = object.__new__(type(kind.__name__, (kind,), {"__getitem__": read, "__del__": lambda self: None}))
+    noting: Any = object.__new__(_noted(type(dataset), note, __del__=lambda self: None))
     for name, value in vars(dataset).items():
         vars(noting)[name] = _noting(value, reads, n)
     return noting
 
 
-class _List(list[Any]):
-    def __init__(self, values: list[Any], note: Callable[[Any], None]) -> None:
-        super().__init__(values)
-        self._note = note
+def _noted(kind: Any, note: Callable[[Any], None], **methods: Any) -> Any:
+    """A class of containers as `kind`, which note what they are asked for."""
 
-    def __getitem__(self, key: Any) -> Any:
-        self._note(key)
-        return super().__getitem__(key)
+    def read(self: Any, key: Any) -> Any:
+        note(key)
+        return kind.__getitem__(self, key)
 
-
-class _Dict(dict[Any, Any]):
-    def __init__(self, values: dict[Any, Any], note: Callable[[Any], None]) -> None:
-        super().__init__(values)
-        self._note = note
-
-    def __getitem__(self, key: Any) -> Any:
-        self._note(key)
-        return super().__getitem__(key)
+    return type(kind.__name__, (kind,), {"__getitem__": read, **methods})
 
 
 class _Table:
