@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.data.hidden import begins, mask_of, on_host, without_hidden
+from hf_dp.losses.kinds import base_model
 from hf_dp.per_example.batch import take
 from hf_dp.per_example.checks.independence import NoDropout, forked_rng, in_mode
 from hf_dp.per_example.precision import computed_in
@@ -74,12 +75,7 @@ class LeftPadding:
 
 def _is_padded(mask: Tensor) -> bool:
     """Whether any example is padded on the left."""
-    return bool(_begins_hidden(mask).any())
-
-
-def _begins_hidden(mask: Tensor) -> Tensor:
-    """(B,): which examples have such positions."""
-    return mask[:, 0].eq(0) & mask.ne(0).any(1)
+    return bool(begins(mask)[:, 0].any())
 
 
 def _positions(mask: Tensor) -> Tensor:
@@ -88,16 +84,14 @@ def _positions(mask: Tensor) -> Tensor:
 
 
 def _arguments(model: nn.Module) -> set[str]:
-    unwrap: Any = getattr(model, "get_base_model", None)
-    base = unwrap() if callable(unwrap) else model
-    return set(inspect.signature(base.forward).parameters)
+    return set(inspect.signature(base_model(model).forward).parameters)
 
 
 @torch.no_grad()
 def _counts_columns(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Whether the model's output for an example without its padding is another, and with positions it is the same."""
     mask = batch["attention_mask"]
-    row = int(_begins_hidden(mask).nonzero()[0])
+    row = int(begins(mask)[:, 0].nonzero()[0])
     names = _arguments(model) - {"labels", "start_positions", "end_positions"}
     padded = {name: value for name, value in take(batch, [row]).items() if name in names}
     begin = int(mask[row].ne(0).nonzero()[0])
