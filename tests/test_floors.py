@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -111,14 +112,23 @@ def module_of(path: Path, package: Path) -> str:
     return "" if first == "__init__" else first
 
 
+def _first(node: ast.Attribute) -> str:
+    return ast.unparse(node.value).split(".")[0]
+
+
 def _called(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def imports_of(path: Path, package: Path) -> Iterator[Import]:
+@functools.cache
+def imports_of(path: Path, package: Path) -> list[Import]:
     """All imports of a file, also those inside functions; relative ones and import_module("hf_dp...") made absolute."""
-    here = (package.name, *path.relative_to(package).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    return list(_imports_in(path.read_text(encoding="utf-8"), path, package))
+
+
+def _imports_in(text: str, path: Path, package: Path) -> Iterator[Import]:
+    here, uses_transformers = (package.name, *path.relative_to(package).with_suffix("").parts), "transformers" in text
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (Import(node.lineno, alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -131,7 +141,7 @@ def imports_of(path: Path, package: Path) -> Iterator[Import]:
                 for argument in node.args
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
             )
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[0] == "transformers":
+        elif uses_transformers and isinstance(node, ast.Attribute) and _first(node) == "transformers":
             yield Import(node.lineno, ast.unparse(node.value), node.attr)
 
 
