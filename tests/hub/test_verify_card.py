@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def test_every_release_is_on_the_card_and_in_the_ledger(tmp_path: Path) -> None:
     assert "epsilon (PLD)" in failed(tmp_path / "out")
 
 
+def assert_noticed(path: Path, changes: dict[str, Callable[[Path], None]]) -> None:
+    """Each change to a copy of what was saved, under a card that fits it, fails by these words."""
+    for number, (words, change) in enumerate(changes.items()):
+        copy = Path(shutil.copytree(path / "out", path / str(number)))
+        change(copy)
+        seal(copy)
+        assert words in failed(copy)
+
+
 @pytest.mark.slow
 def test_groups_and_their_budgets_are_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
     weights = {"*attention*": 3.0, "*": 1.0}
@@ -77,11 +87,7 @@ def test_groups_and_their_budgets_are_on_the_card_and_changed_nowhere_alone(tmp_
         "'*': 3.0, '*attention*': 3.0}, 'kind'": in_record("config", "groups", to=others),
         "'*': 9.0": in_record("mechanism", "clipping", "groups", "*", to=9.0),
     }
-    for number, (words, change) in enumerate(changes.items()):
-        copy = Path(shutil.copytree(tmp_path / "out", tmp_path / str(number)))
-        change(copy)
-        seal(copy)
-        assert words in failed(copy)
+    assert_noticed(tmp_path, changes)
 
 
 def test_another_clipping_rule_is_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
@@ -101,11 +107,7 @@ def test_another_clipping_rule_is_on_the_card_and_changed_nowhere_alone(tmp_path
             "mechanism", "clipping", to={"norm": 1.0, "kind": "flat"}
         ),
     }
-    for number, (words, change) in enumerate(changes.items()):
-        copy = Path(shutil.copytree(tmp_path / "out", tmp_path / str(number)))
-        change(copy)
-        seal(copy)
-        assert words in failed(copy)
+    assert_noticed(tmp_path, changes)
 
 
 @pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
@@ -139,11 +141,7 @@ def test_another_sampling_is_on_the_card_and_changed_nowhere_alone(tmp_path: Pat
         "claimed 1, of what this accountant has not": in_record("report", "epsilon_rdp", to=1.0),
         "epsilon (RDP)": in_record("report", "accountant", to="rdp"),
     }
-    for number, (words, change) in enumerate(changes.items()):
-        copy = Path(shutil.copytree(tmp_path / "out", tmp_path / str(number)))
-        change(copy)
-        seal(copy)
-        assert words in failed(copy)
+    assert_noticed(tmp_path, changes)
 
 
 def without_cap(promise: dict[str, Any]) -> dict[str, Any]:
@@ -173,11 +171,7 @@ def test_the_source_of_the_noise_is_on_the_card_and_changed_nowhere_alone(tmp_pa
             "mechanism", "noise", "kind", to="gaussian"
         ),
     }
-    for number, (words, change) in enumerate(changes.items()):
-        copy = Path(shutil.copytree(tmp_path / "out", tmp_path / str(number)))
-        change(copy)
-        seal(copy)
-        assert words in failed(copy)
+    assert_noticed(tmp_path, changes)
 
 
 @pytest.mark.slow
