@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class InGroups(PerExampleGradients):
         checked_run(watch, *self._of, self._certificate)
         self.uses, self.differing = frozenset(watch.uses), most_differing(watch.differing)
 
-    def restricted(self, kept: Mapping[str, Tensor]) -> InGroups:
+    def restricted(self, kept: Mapping[str, Tensor]) -> Self:
         """As of kept factors."""
         found = copy.copy(self)
         found._trained_rows = kept

@@ -8,9 +8,8 @@ parameter that is used several times, until all of its uses have come, and those
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -83,11 +82,10 @@ class TwoPasses(PerExampleGradients):
     def _grouped(self, uses: list[Factors]) -> list[Factors]:
         return uses if self._grouping is None else [self._grouping.of(use) for use in uses]
 
-    def restricted(self, kept: Mapping[str, Tensor]) -> TwoPasses:
+    def restricted(self, kept: Mapping[str, Tensor]) -> Self:
         """As of kept factors; a piece is restricted when it is summed."""
-        found = copy.copy(self)
-        found.factors = {n: restricted(uses, kept[n]) if n in kept else uses for n, uses in self.factors.items()}
-        found._trained_rows, found._norms = kept, None
+        found = super().restricted(kept)
+        found._trained_rows = kept
         return found
 
     def grouped(self, owners: Sequence[int], before: int = 0, after: int = 0) -> PerExampleGradients:

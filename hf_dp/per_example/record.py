@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class PerExampleGradients:
             if name not in besides
         }
 
-    def restricted(self, kept: Mapping[str, Tensor]) -> PerExampleGradients:
+    def restricted(self, kept: Mapping[str, Tensor]) -> Self:
         """The gradients with all but some rows of tables frozen.
 
         Args:
@@ -113,7 +113,7 @@ class PerExampleGradients:
         for number, names in enumerate(groups):
             take(number, self._with({name: uses for name, uses in self.factors.items() if name in names}))
 
-    def _with(self, factors: dict[str, list[Factors]]) -> PerExampleGradients:
+    def _with(self, factors: dict[str, list[Factors]]) -> Self:
         """The same with other factors."""
         found = copy.copy(self)
         found.factors, found._norms = factors, None
