@@ -20,7 +20,7 @@ from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.norms import magnitude_of
 from hf_dp.per_example.rule import Axis, Operands, Rule, Use, refusal, refuse_changed
-from hf_dp.per_example.watched import Source, WatchedParameter, flatten, mapped, plain
+from hf_dp.per_example.watched import Source, WatchedParameter, mapped, plain, tensors_in
 
 
 @dataclass(eq=False)
@@ -126,7 +126,7 @@ def by_autograd(
             leaves[id(value)] = value.source, value.source.plain.detach().requires_grad_()
         return leaves[id(value)][1]
 
-    tensors = [plain(a) for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
+    tensors = [plain(a) for a in tensors_in(args, kwargs)]
     versions = [t._version for t in tensors]
     # Gradient checkpointing must not compute again, under vmap, what is kept here.
     # Detached, since a result that is saved would hold on to the graph that holds it.
@@ -135,7 +135,7 @@ def by_autograd(
         output = function(*mapped(leaf, args), **mapped(leaf, kwargs))
     if versions != [t._version for t in tensors]:
         raise RuntimeError("an operation in place")
-    check = _untouched([*tensors, *(o.detach() for o in flatten(output) if isinstance(o, Tensor))])
+    check = _untouched([*tensors, *(o.detach() for o in tensors_in(output))])
     parents, inputs = [p for p, _ in leaves.values()], [x for _, x in leaves.values()]
 
     def constant(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.watched import WatchedParameter, flatten
+from hf_dp.per_example.watched import WatchedParameter, flatten, tensors_in
 
 _INDEXING = frozenset(("__getitem__", "index"))
 # Of these each number of the result is one of the first argument's, wherever that is chosen by the others.
@@ -72,7 +72,7 @@ class Picked(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)]
+        given = tensors_in(args, kwargs)
         known = [self._one_of_each[a] for a in given if a in self._one_of_each]
         by = next((self._picked[a] for a in given if a in self._picked), None)
         before, self._within = self._within, (by, all(known) if known else None)
@@ -82,7 +82,7 @@ class Picked(TorchFunctionMode):
             self._within = before
         if not any(map(self.is_data, given)):
             return output
-        made = [one for one in flatten(output) if isinstance(one, Tensor)]
+        made = tensors_in(output)
         self._data.update((one, None) for one in made)
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
         rows = [one for one in made if one.dtype != torch.bool]
@@ -129,7 +129,7 @@ class Picked(TorchFunctionMode):
 
     def _picks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an operation picks rows of data, or writes some."""
-        tensors = [a for a in flatten((*args, *map(kwargs.get, _FIRST))) if isinstance(a, Tensor)]
+        tensors = tensors_in(*args, *map(kwargs.get, _FIRST))
         if not tensors or tensors[0].dim() == 0 or isinstance(tensors[0], WatchedParameter):
             return False
         # What is joined may begin with nothing (an empty cache), which has one axis.

@@ -11,7 +11,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.filled import is_asked_to_write
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
-from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped, names_of
+from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped, names_of, tensors_in
 
 # Why there is no rule, and the way out, by a part of the operation's name.
 _REASONS = {
@@ -143,7 +143,7 @@ def _entangled(bound: Bound) -> str | None:
         return "parameters are combined with one another there"
     # A rule of a user's own may have put several into one role.
     others = [p for p in values if p is not None and not isinstance(p, WatchedParameter)]
-    tensors = [a for a in (*flatten(others), *options) if isinstance(a, Tensor)] if others or options else []
+    tensors = tensors_in(others, options) if others or options else []
     computed = [*[p.source.plain for p in watched], *tensors, *([] if bound.input is None else [bound.input])]
     if any(map(torch.is_complex, computed)):
         return "no rule is known to conjugate complex numbers as they need it"
@@ -162,7 +162,7 @@ class Copies(NamedTuple):
 
 def copied(reader: Reader, function: Any, name: str, parameters: list[str], args: Any, kwargs: Any) -> Copies | None:
     """The operands of an operation with copies of parameters for the examples, if it gives the same then."""
-    tensors, given = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor)], (parameters, args, kwargs)
+    tensors, given = tensors_in(args, kwargs), (parameters, args, kwargs)
     is_whole, found = function in _BROADCASTING, None
     if is_whole or function in _SUMS:
         found = _along_second(reader, name, tensors, *given)

@@ -38,7 +38,7 @@ from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refu
 from hf_dp.per_example.rules.composites import COMPOSITES
 from hf_dp.per_example.sharding import named_modules, refuse_unknown_shards, reshard, trained_in, watched_when_whole
 from hf_dp.per_example.use import Call, copied, name_of, recorded, sorted_operands
-from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain
+from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain, tensors_in
 
 # Methods that change what becomes of a tensor.
 _CHANGING = re.compile(r"hook$|backward$|__set__$")
@@ -193,7 +193,7 @@ class Watch:
                 return function(*copies.args, **copies.kwargs)
             except RuntimeError as error:  # masked_fill takes no rows
                 raise bound from error
-        others = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor) and not isinstance(a, WatchedParameter)]
+        others = [a for a in tensors_in(args, kwargs) if not isinstance(a, WatchedParameter)]
         shared = [other for other in others if self.reader.is_constant(name, parameters, other)]
         data = [other for other in others if not any(other is one for one in shared)]
         is_hidden = isinstance(function, Applied)

@@ -102,8 +102,13 @@ class WatchedParameter(torch.Tensor):
         return watched[0].source.watch.call(func, args, kwargs, watched)
 
 
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors in `values`, as `flatten` finds them."""
+    return [a for a in flatten(values) if isinstance(a, Tensor)]
+
+
 def watched_in(*values: Any) -> list[WatchedParameter]:
-    """The watched tensors in `values`, as `flatten` finds them."""
+    """The watched ones."""
     return [a for a in flatten(values) if isinstance(a, WatchedParameter)]
 
 

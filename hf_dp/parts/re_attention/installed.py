@@ -20,10 +20,11 @@ from hf_dp.config import ReAttentionConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.parts.re_attention.attention import NAME, OWNERS, KeyNoise, Listener, register
 from hf_dp.parts.re_attention.corrections import Corrections
-from hf_dp.parts.re_attention.moments import Moments, Tracked, Variance, tensors
+from hf_dp.parts.re_attention.moments import Moments, Tracked, Variance
 from hf_dp.parts.re_attention.refused import refuse_copies, refuse_embedded, refuse_encoded
 from hf_dp.parts.re_attention.rules import RULES
 from hf_dp.parts.re_attention.saved import FILE, write
+from hf_dp.per_example.watched import tensors_in
 
 
 class ReAttention:
@@ -180,7 +181,7 @@ class ReAttention:
             return
         if module is whole and self._base() is not None and self._is_unknown(kwargs.get("inputs_embeds")):
             refuse_embedded(whole, self.errors)
-        if self._is_unknown(next(tensors(kwargs.get("encoder_outputs")), None)):
+        if self._is_unknown(next(iter(tensors_in(kwargs.get("encoder_outputs"))), None)):
             refuse_encoded(whole, module, self.errors)
 
     def _is_unknown(self, given: Tensor | None) -> bool:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_dp.per_example.watched import tensors_in
+
 # Means over features are taken over so many of them at least, in evenly spaced runs: memory gives what lies together.
 _SAMPLED, _RUN = 256, 16
 
@@ -104,7 +106,7 @@ class Moments(TorchFunctionMode):
         with torch.no_grad():
             if rule is not None:
                 rule(self, func, output, args, kwargs)
-            elif _is_unknown(func, output) and any(self.of(a) is not None for a in tensors((args, kwargs))):
+            elif _is_unknown(func, output) and any(self.of(a) is not None for a in tensors_in(args, kwargs)):
                 self.lost.add(getattr(func, "__name__", str(func)))
         return output
 
@@ -199,20 +201,9 @@ def wide(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        yield from tensors(tuple(value.values()))
-
-
 def _is_unknown(func: Any, output: Any) -> bool:
     # Attributes of tensors are functions too; noise in indices and truth values is not followed.
-    return getattr(func, "__name__", "") != "__get__" and any(t.is_floating_point() for t in tensors(output))
+    return getattr(func, "__name__", "") != "__get__" and any(t.is_floating_point() for t in tensors_in(output))
 
 
 def with_slope(tracked: Tracked, slope: Slope) -> Tracked:

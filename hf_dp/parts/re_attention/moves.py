@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dp.parts.re_attention.moments import Moments, Tracked, Variance, tensors
+from hf_dp.parts.re_attention.moments import Moments, Tracked, Variance
+from hf_dp.per_example.watched import tensors_in
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -32,8 +33,8 @@ def moved(m: Moments, func: Any, output: Any, args: _Args, kwargs: _Kwargs) -> N
     move: Any = torch.Tensor.reshape if func is torch.Tensor.view else func
     noise = m.variance(x)
     assert noise is not None
-    own = list(tensors(move(noise.own, *rest, **kwargs)))
-    shared = [None] * len(own) if noise.shared is None else tensors(move(noise.shared, *rest, **kwargs))
+    own = tensors_in(move(noise.own, *rest, **kwargs))
+    shared = [None] * len(own) if noise.shared is None else tensors_in(move(noise.shared, *rest, **kwargs))
     for one, mine, common in zip([output] if isinstance(output, Tensor) else output, own, shared, strict=True):
         m.put(one, Tracked(Variance(mine, common), is_turned=tracked.is_turned))
 

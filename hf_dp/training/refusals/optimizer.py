@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.sharding import local
-from hf_dp.per_example.watched import flatten
+from hf_dp.per_example.watched import tensors_in
 
 logger = logging.getLogger(__name__)
 # Those whose state came from private steps alone, or was none, when a private training began with them.
@@ -42,7 +42,7 @@ def _refuse_state_from_elsewhere(optimizer: Any, is_restored: bool) -> None:
     if not is_restored and optimizer not in _OF_PRIVATE_STEPS:
         for p, states in list(optimizer.state.items()):
             for name, value in states.items() if isinstance(states, dict) else [("state", states)]:
-                if any(isinstance(one, Tensor) and _may_remember(one, p) for one in flatten(value)):
+                if any(_may_remember(one, p) for one in tensors_in(value)):
                     raise ConfigurationError(
                         f"{type(optimizer).__name__} with a state ({name}) before the first step.",
                         why="it was computed from the gradients of another training, which have no noise: the first "
