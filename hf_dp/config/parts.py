@@ -22,39 +22,30 @@ PARTS: dict[str, type[PartConfig]] = {
 def check_parts(promise: Any) -> None:
     """Refuse settings that are none, or that a promise without a budget cannot pay for (`ConfigurationError`);
     `promise` has the config's fields."""
+    for name, kind in PARTS.items():
+        part = getattr(promise, name)
+        if part is not None and not isinstance(part, kind):
+            raise ConfigurationError(
+                f"{name}={shown(part)}.",
+                why="the part follows from its settings.",
+                fix=f"give {name}={kind.__name__}().",
+            )
     attention, sparse, bias = promise.re_attention, promise.sparse_embeddings, promise.output_bias
-    noise_multiplier = promise.noise_multiplier
-    if attention is not None and not isinstance(attention, ReAttentionConfig):
-        raise ConfigurationError(
-            f"re_attention={shown(attention)}.",
-            why="the correction needs its settings.",
-            fix="give re_attention=ReAttentionConfig().",
-        )
-    if noise_multiplier is not None and attention is not None and attention.token_frequencies == "released":
+    if promise.noise_multiplier is None:
+        return
+    if attention is not None and attention.token_frequencies == "released":
         raise ConfigurationError(
             "re_attention with released token frequencies, and noise_multiplier in place of target_epsilon.",
             why="the release is paid for with a share of the target epsilon.",
             fix="give target_epsilon, or ReAttentionConfig(token_frequencies='uniform' or 'public').",
         )
-    if sparse is not None and not isinstance(sparse, SparseEmbeddingConfig):
-        raise ConfigurationError(
-            f"sparse_embeddings={shown(sparse)}.",
-            why="which rows get a gradient follows from its settings.",
-            fix="give sparse_embeddings=SparseEmbeddingConfig().",
-        )
-    if noise_multiplier is not None and sparse is not None and sparse.releases_rows:
+    if sparse is not None and sparse.releases_rows:
         raise ConfigurationError(
             "sparse_embeddings with a DP top-k of rows, and noise_multiplier in place of target_epsilon.",
             why="the choice is paid for with a share of the target epsilon.",
             fix="give target_epsilon, or SparseEmbeddingConfig(row_choice='public', ...), or method='adafest'.",
         )
-    if bias is not None and not isinstance(bias, OutputBiasConfig):
-        raise ConfigurationError(
-            f"output_bias={shown(bias)}.",
-            why="what the output starts from is released by its settings.",
-            fix="give output_bias=OutputBiasConfig().",
-        )
-    if noise_multiplier is not None and bias is not None:
+    if bias is not None:
         raise ConfigurationError(
             "output_bias, and noise_multiplier in place of target_epsilon.",
             why="the release is paid for with a share of the target epsilon.",
