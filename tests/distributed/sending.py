@@ -36,7 +36,7 @@ def sent_in_one_step(name: str, sharding: str | None, micro_batches: int) -> dic
     return found
 
 
-def facts_of(name: str, sharding: str | None = None) -> dict[str, int]:
+def facts_of(name: str) -> dict[str, int]:
     """Numbers that a count is held against."""
     model = built(name)
     trained = [p.numel() for p in model.parameters() if p.requires_grad]
