@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.watched import flatten
+from hf_dp.per_example.watched import tensors_in
 
 # Each row of what they give follows from that row of their first argument, and of others with as many.
 _BY_ROWS = frozenset(
@@ -114,8 +114,8 @@ class Routes:
             is_whole = len(output) % self._batch_size == 0
             return self.in_order(len(output), output.device) if is_whole and self._are_in_order(before) else None
         is_by_rows = name in _BY_ROWS or (name in _ALONG_OTHERS and _is_along_others(name, args, kwargs))
-        made = [one for one in flatten(output) if isinstance(one, Tensor)]
-        others = [a for a in flatten((args[1:], kwargs)) if isinstance(a, Tensor) and a in self._places]
+        made = tensors_in(output)
+        others = [a for a in tensors_in(args[1:], kwargs) if a in self._places]
         if not is_by_rows or not all(one.shape[:1] == before.rows.shape for one in made):
             return None
         # What has fewer axes is not laid beside the first one.
@@ -154,14 +154,13 @@ class _Following(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [(a, a._version) for a in flatten((args, kwargs)) if isinstance(a, Tensor) and not a.is_inference()]
+        given = [(a, a._version) for a in tensors_in(args, kwargs) if not a.is_inference()]
         output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             places = self._routes.followed(func, args, kwargs, output)
         changed = [tensor for tensor, version in given if tensor._version != version]
-        for one in (*flatten(output), *changed):
-            if isinstance(one, Tensor):
-                self._routes.note(one, places)
+        for one in (*tensors_in(output), *changed):
+            self._routes.note(one, places)
         return output
 
 
@@ -184,14 +183,13 @@ def followed(
     before = [module.__dict__.get("forward") for module in wrapped]
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = [a for a in flatten((args, kwargs)) if isinstance(a, Tensor) and a.dim()]
+        given = [a for a in tensors_in(args, kwargs) if a.dim()]
         for one in in_order(given):
             routes.note(one, routes.in_order(len(one), one.device))
         with _Following(routes):
             output = forward(*args, **kwargs)
-        for one in flatten(output):
-            if isinstance(one, Tensor) and routes.is_restored(one):
-                restored(one)
+        for one in filter(routes.is_restored, tensors_in(output)):
+            restored(one)
         return output
 
     try:
