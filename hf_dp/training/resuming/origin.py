@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.utils import CONFIG_NAME
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
@@ -43,10 +44,9 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
     """
     if plan.config.other_people:
         return
-    for place in sorted(set(_places(model, frozen_alone=saved is not None))):
-        path = os.path.join(place, RECORD_FILE)
-        # Of names that no file can have too it says no more than that there is none.
-        if not os.path.isfile(path) or _is_no_record(text := Path(path).read_bytes()):
+    names = sorted(set(_places(model, frozen_alone=saved is not None)))
+    for named, place in [(name, place) for name in names for place in _with_records(name)]:
+        if _is_no_record(text := Path(place, RECORD_FILE).read_bytes()):
             continue
         ledger = _ledger_of(text, place)
         digest = sha256_of_record(text)
@@ -54,21 +54,23 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
         if is_own or _is_charged(digest, plan):
             continue
         which = "does not say whose data that was" if plan.config.after is None else f"says after={plan.config.after!r}"
-        named = [*places_of(plan.config.after), place] if plan.config.after else place
+        after = [*places_of(plan.config.after), place] if plan.config.after else place
+        apart = f" Of one from another folder in {named!r}, read it by that folder's path, without subfolder=."
         raise LedgerError(
             f"the model was read from {place!r}, where a private training of {ledger.steps} steps saved it, and the "
             f"promise of this one {which}.",
             why="for people in both data sets both cost more than this one alone, which is all that its report and its "
             "card would tell.",
-            fix=f"give PrivacyConfig(after={named!r}), for one budget of both; or, {_OTHERS}. Resume with the model as "
+            fix=f"give PrivacyConfig(after={after!r}), for one budget of both; or, {_OTHERS}. Resume with the model as "
             "the first run read it. Of a model that was made from the config there, and none of its weights, set "
-            "model.config._name_or_path to ''.",
+            f"model.config._name_or_path to ''.{'' if place == named else apart}",
         )
 
 
 def warn_of_origin(model: nn.Module, tokenizer: Any, own: Ledger, plan: Plan) -> None:
-    """Says of weights that were trained without privacy in this process, of adapters that begin from data, and of a
-    tokenizer that lay beside a record which the promise does not name, that private data may be in the weights.
+    """Says of weights that were trained without privacy in this process, of adapters that begin from data, of a model
+    from a folder that is gone, and of a tokenizer that lay beside a record which the promise does not name, that
+    private data may be in the weights.
 
     Args:
         model: that will be trained.
@@ -78,6 +80,7 @@ def warn_of_origin(model: nn.Module, tokenizer: Any, own: Ledger, plan: Plan) ->
     """
     _warn_of_steps_before(model)
     _warn_of_fitted(model)
+    _warn_of_gone(model, plan)
     place = getattr(getattr(tokenizer, "tokenizer", tokenizer), "name_or_path", None)
     path = os.path.join(place, RECORD_FILE) if isinstance(place, str) and place else ""
     if plan.config.other_people or not os.path.isfile(path) or _is_no_record(text := Path(path).read_bytes()):
@@ -117,6 +120,19 @@ def _warn_of_fitted(model: nn.Module) -> None:
             "without noise, and epsilon is without it: compute it of public ones, or leave init_lora_weights out.",
             found[0],
         )
+
+
+def _warn_of_gone(model: nn.Module, plan: Plan) -> None:
+    """Of names that can be no repository's."""
+    found = {place for module in model.modules() if isinstance(place := _read_from(module), str)}
+    gone = [place for place in found if (os.path.isabs(place) or place.startswith(".")) and not os.path.isdir(place)]
+    if gone and not (plan.config.other_people or plan.config.after):
+        ranks.warn(
+            logger,
+            "The model was read from %r, where no folder is any more. If a private training saved it there, and people "
+            "are in both data sets, epsilon is without that one: put the folder back, and give "
+            "PrivacyConfig(after=...) with it. Where nobody is in both, PrivacyConfig(other_people=True).", min(gone),
+        )  # fmt: skip
 
 
 def _is_charged(digest: str, plan: Plan) -> bool:
@@ -166,9 +182,24 @@ def _is_no_record(text: bytes) -> bool:
     return not isinstance(values, dict) or values.get("format") != FORMAT
 
 
+def _with_records(place: str) -> list[str]:
+    """A folder with a record that a model of this name may have been read from, by `subfolder` too."""
+    # Of names that no file can have too it says no more than that there is none.
+    if os.path.isfile(os.path.join(place, RECORD_FILE)):
+        return [place]
+    if not os.path.isdir(place) or os.path.isfile(os.path.join(place, CONFIG_NAME)):
+        return []
+    below = sorted(Path(place).glob(f"*/{RECORD_FILE}")) + sorted(Path(place).glob(f"*/*/{RECORD_FILE}"))
+    return [str(record.parent) for record in below]
+
+
+def _read_from(module: nn.Module) -> Any:
+    return getattr(getattr(module, "config", None), "_name_or_path", None)
+
+
 def _places(model: nn.Module, *, frozen_alone: bool) -> Iterator[str]:
     for module in model.modules():
-        found = [getattr(getattr(module, "config", None), "_name_or_path", None)]
+        found = [_read_from(module)]
         adapters = getattr(module, "peft_config", None)
         if isinstance(adapters, dict):
             found += [getattr(adapter, "base_model_name_or_path", None) for adapter in adapters.values()]

@@ -115,6 +115,35 @@ def test_a_name_that_no_folder_can_have_is_none(tmp_path: Path) -> None:
         refuse_unsaid_origin(model, Ledger(), None, plan(tmp_path))
 
 
+def test_a_folder_within_the_one_that_is_named_may_be_where_it_was_read(first: Path, tmp_path: Path) -> None:
+    """Of subfolder= Transformers keeps the folder around it alone."""
+    shutil.copytree(first, tmp_path / "out" / "first")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", subfolder="first")
+    with pytest.raises(LedgerError, match="private training") as refused:
+        refuse_unsaid_origin(model, Ledger(), None, plan(tmp_path / "run"))
+    assert f"after={str(tmp_path / 'out' / 'first')!r}" in refused.value.fix
+    assert "without subfolder=" in refused.value.fix
+    named = plan(tmp_path / "named", given(after=str(tmp_path / "out" / "first"), noise_multiplier=3.0))
+    refuse_unsaid_origin(model, Ledger(), None, named)
+    (tmp_path / "out" / "config.json").write_text("{}")  # a model of its own
+    refuse_unsaid_origin(model, Ledger(), None, plan(tmp_path / "run"))
+
+
+def test_a_folder_that_is_gone_is_warned_of(first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(first, tmp_path / "moved")
+    model, mine = read(tmp_path / "moved"), plan(tmp_path / "run")
+    warn_of_origin(model, None, Ledger(), mine)
+    assert "no folder is any more" not in caplog.text
+    shutil.rmtree(tmp_path / "moved")
+    warn_of_origin(model, None, Ledger(), mine)
+    assert "no folder is any more" in caplog.text
+    caplog.clear()
+    model.config._name_or_path = "somebody/a-repository"
+    warn_of_origin(model, None, Ledger(), mine)
+    warn_of_origin(read(first), None, Ledger(), plan(tmp_path / "other", given(other_people=True)))
+    assert "no folder is any more" not in caplog.text
+
+
 def test_a_model_of_the_config_alone_is_told_how_to_say_so(first: Path, tmp_path: Path) -> None:
     model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(first))
     with pytest.raises(LedgerError, match=r"set\s+model\.config\._name_or_path\s+to ''"):
