@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,26 @@ from hf_dp.per_example.checks.memory import buffers_told, write_of
 from hf_dp.per_example.sharding import local, total_norm
 from hf_dp.per_example.watched import flatten
 
-Around = tuple[Callable[[], None], Callable[[], None]]
 Mark = tuple[Tensor, int, int, int]
 # Optimizers that are held to the gradients of private steps.
 _HELD = weakref.WeakSet[torch.optim.Optimizer]()
 # By parameter the kind of another one that has stepped, and those of which all parameters are noted.
 _STEPPED: Any = WeakTensorKeyDictionary()
 _NOTED = weakref.WeakSet[torch.optim.Optimizer]()
+
+
+class Around(NamedTuple):
+    """What a loop is told of its optimizer.
+
+    Attributes:
+        before: called before it takes the gradients of a private step; what it raises moves nothing.
+        after: when it has taken them, before its `step()` returns.
+        refused: when they are others, and are dropped.
+    """
+
+    before: Callable[[], None]
+    after: Callable[[], None]
+    refused: Callable[[], None]
 
 
 class WrittenGradients:
@@ -34,8 +47,7 @@ class WrittenGradients:
 
     Args:
         optimizer: as accelerate wrapped it, or plain.
-        around: called before it takes the gradients of a private step (what it raises moves nothing), and when it has
-            taken them, before its `step()` returns.
+        around: what is told of it.
 
     Raises:
         ConfigurationError: an optimizer that calls no hooks before its step.
@@ -96,16 +108,28 @@ class WrittenGradients:
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Torch calls the hooks again in super().step() of a subclass, which may have clipped by then.
         if not self._depth:
-            self._compare(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None))
+            try:
+                self._compare(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None))
+            except ConfigurationError:
+                self._drop(optimizer)
+                raise
             if self._around is not None and self._marks:
-                self._around[0]()
+                self._around.before()
         self._depth += 1
 
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         # Once for each private step: whoever looks at it calls `refuse_untaken`.
         if self._around is not None and not self._depth and self._taken and self._marks:
-            self._around[1]()
+            self._around.after()
+
+    def _drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing of these gradients is taken: they are paid for, and the loop may go on without them."""
+        self._marks = {}
+        for p in _held(optimizer):
+            p.grad = None
+        if self._around is not None:
+            self._around.refused()
 
     def _compare(self, optimizer: torch.optim.Optimizer, closure: Any) -> None:
         was_taken, self._taken = self._taken, True
@@ -116,7 +140,7 @@ class WrittenGradients:
                 why="it comes after the comparison with the gradients of the private step, and may change them.",
                 fix="register hooks of the optimizer before the step (in on_step_begin). This step moved nothing.",
             )
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = _held(optimizer)
         # torch.distributed makes the state of an optimizer that has none by a step with zeros, to save it.
         is_idle = was_taken and closure is None
         if is_idle and not any(p.grad is not None and bool(_numbers(p.grad).any()) for p in held):
@@ -128,8 +152,13 @@ class WrittenGradients:
                 "it adds is neither clipped nor noised nor counted.",
                 fix="leave .grad and the optimizer alone between the private step and the optimizer's (no backward "
                 "pass and no clipping there), and put what belongs to the loss into that of each example "
-                "(compute_per_example_loss). This step moved nothing; what its gradients cost is spent.",
+                "(compute_per_example_loss). This step moved nothing and its gradients are gone: what they cost is "
+                "spent. A loop of your own may go on with the next batch, and save.",
             )
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _refuse_hooks_within(optimizer: torch.optim.Optimizer) -> None:

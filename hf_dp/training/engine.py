@@ -30,7 +30,7 @@ from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, pre
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
 from hf_dp.per_example.checks.coins import NotingDraws
 from hf_dp.per_example.checks.held import beside
-from hf_dp.per_example.checks.installed import Installed, warn_of_others
+from hf_dp.per_example.checks.installed import Installed, warn_of_change
 from hf_dp.per_example.checks.kept import Memory
 from hf_dp.per_example.checks.memory import unchanged_weights
 from hf_dp.per_example.checks.padding import check_padding
@@ -38,6 +38,7 @@ from hf_dp.per_example.checks.quantised import check_quantised
 from hf_dp.per_example.checks.state import unchanged_state, uncompiled
 from hf_dp.per_example.checks.strangers import check_strangers
 from hf_dp.per_example.checks.survey import survey
+from hf_dp.per_example.checks.switches import Switches
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.passes import check_two_passes, record_in_two_passes, refuse_two_passes
 from hf_dp.per_example.sharding import all_names, is_sharded
@@ -101,9 +102,9 @@ class Engine:
         self._groups: Sequence[Group] = ()
         self._certificate: Certificate | None = None
         self._memory: Memory | None = None
+        self._switches = Switches()
         self._installed: Installed | None = None
-        self._moved: list[float] = []
-        self._met: list[Any] = []
+        self._moved, self._met = list[float](), list[Any]()
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
         """The gradients of one micro-batch, as they were certified; of units, of the means of their rows' losses.
@@ -148,8 +149,9 @@ class Engine:
     def micro_batches(self, item: Mapping[str, Any]) -> Generator[MicroBatch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm, and so
         are other modules and hooks than were checked."""
-        if self._installed is not None and not self._installed.is_of(self.model):
-            self._check_again()
+        has_others = self._installed is not None and not self._installed.is_of(self.model)
+        if has_others or (self._memory is not None and self._memory.was_moved()):
+            self._check_again(has_others)
         collate: Any = self.loader.collate_fn
         for rows in item.get("unlike", []):
             self._met = outermost([*self._met, *rows], collate.widths)
@@ -212,8 +214,8 @@ class Engine:
         # Ranks that share weights would have to look again at the same time.
         self._installed = None if is_sharded(self.model) else Installed(self.model)
 
-    def _check_again(self) -> None:
-        warn_of_others()
+    def _check_again(self, has_others: bool) -> None:
+        warn_of_change(has_others)
         memory = self._memory
         try:
             self.check()
@@ -235,6 +237,7 @@ class Engine:
         check_quantised(beside(self.model, self._loss))
         self._memory, self._moved = None, []
         memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
+        self._switches = memory.switches
         with memory.restored(), uncompiled(), unchanged_global_state():
             check_order(dataset.dataset, self._collate)  # before a row is read
             with unchanged_state(self.model):
@@ -272,13 +275,13 @@ class Engine:
         """Of `uneven`, the ends that add something. `others` may be held against these as well."""
         collate: Any = self.loader.collate_fn
         known: dict[str, Any] = {"rules": self._rules, "tables": self.by_rows}
-        known["certificate"] = certificate = preflight(self.model, self._loss, together, **known)
+        certificate = preflight(self.model, self._loss, together, **known, switches=self._switches)
+        known["certificate"] = self._certificate = certificate
         with unchanged_state(self.model):
             check_strangers(self.model, self._loss, together, **known)
             if self.passes == 2:
                 check_two_passes(self.model, self._loss, together, **known)
         ends = hold(uneven, others, collate.widths, functools.partial(self._check_padding, certificate))
-        self._certificate = certificate
         if len(self._groups) > 1 and isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
             # What is refused of a backward pass in which groups are handed on.
             with unchanged_global_state(), unchanged_state(self.model):

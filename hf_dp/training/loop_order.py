@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,7 +16,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.agreement import rate_of
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.errors import ConfigurationError
-from hf_dp.step.written import Weights
+from hf_dp.step.written import Around, Weights
 from hf_dp.training.generators import put_back
 
 logger = logging.getLogger(__name__)
@@ -175,6 +175,16 @@ class LoopOrder:
         self._is_untaken = False
         self._weights.note()
 
+    def around(self, taken: Callable[[], None]) -> Around:
+        """What the optimizer tells of its step, which ends with `taken`."""
+        return Around(self._refuse_moved, taken, self._dropped)
+
+    def _refuse_moved(self) -> None:
+        self._weights.refuse_moved("step() of the optimizer")
+
+    def _dropped(self) -> None:
+        self._is_untaken = False
+
     def end(self) -> None:
         """No step will follow."""
         self._has_ended, self._drawn = True, None
@@ -184,10 +194,6 @@ class LoopOrder:
         self._refuse_without_beginning(what)
         self._refuse_untaken(what)
         self._weights.refuse_moved(what)
-
-    def refuse_moved(self) -> None:
-        """Before the optimizer moves the weights."""
-        self._weights.refuse_moved("step() of the optimizer")
 
     def _warn_of_no_rate(self, optimizer: Any) -> None:
         # A warm-up begins with 0, and stays there for a loop that does not step its scheduler.

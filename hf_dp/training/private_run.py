@@ -185,7 +185,7 @@ class PrivateRun:
             note_trained_by(self.model, saved, saved.ledger)  # as long as this run has not begun
             self._generators = read_into(checkpoint, self.model, self._optimizer, self._scheduler)
             refuse_other_values(checkpoint, saved.values, self.model, self._optimizer)
-        around = self._order.refuse_moved, self._after_optimizer_step
+        around = self._order.around(self._after_optimizer_step)
         run.begin(self._optimizer, checkpoint, self.global_step, owner=self, around=around)
 
     # --- the loop -------------------------------------------------------------------------------------------------

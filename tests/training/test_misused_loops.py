@@ -188,6 +188,29 @@ def test_what_does_no_harm_changes_nothing() -> None:
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("limit", [1e-3, float("inf")])
+def test_after_gradients_that_were_clipped_once_more_the_loop_goes_on_without_them(
+    tmp_path: Path, limit: float
+) -> None:
+    model = classifier()
+    run, optimizer, _ = begun(model)
+    batches = run.batches()
+    run.step(next(batches))
+    before = parameters(model)
+    nn.utils.clip_grad_norm_(model.parameters(), limit)
+    with pytest.raises(ConfigurationError, match="gradients that are not those of the private step"):
+        optimizer.step()
+    optimizer.step()  # of nothing
+    assert same(parameters(model), before)
+    run.save(tmp_path / "unmoved")
+    run.step(next(batches))
+    optimizer.step()
+    assert not same(parameters(model), before)
+    assert run.ledger.steps == 2
+    run.save(tmp_path / "saved")
+
+
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["between", "saving", "new"])
 def test_failure_76_statistics_that_a_loop_writes_into_saved_buffers(what: str, tmp_path: Path) -> None:
     model = classifier()

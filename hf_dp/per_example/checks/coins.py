@@ -22,7 +22,7 @@ from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.copies import Run, differing_copies, follows_number, moved_rows
 from hf_dp.per_example.checks.draws import Change, Draw, Draws
 from hf_dp.per_example.checks.independence import check_without_dropout, parameter_norms, rows_of
-from hf_dp.per_example.checks.switches import warn_of
+from hf_dp.per_example.checks.switches import Switches, warn_of
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Readings, Rule, Use
 from hf_dp.per_example.watch import Watch
@@ -41,6 +41,7 @@ def without_shared_coins(
     *,
     rules: Mapping[Any, Rule],
     readings: Readings,
+    switches: Switches,
 ) -> None:
     """Checks that no random number moves two examples; dropout modules with one mask for all are switched off.
 
@@ -50,6 +51,7 @@ def without_shared_coins(
 
     Args:
         batch: as many examples as no other axis is long, all of which count (see `that_count`).
+        switches: notes what is switched off.
 
     Raises:
         PreflightError: with the operation and the module that draws.
@@ -78,8 +80,7 @@ def without_shared_coins(
             if found[0].place not in dropouts:
                 raise _refusal(found[0], type(model).__name__)
             for name, module in dropouts.items():
-                off.append(f"{name}.p={module.p}")
-                module.p = 0.0
+                off.append(switches.turn_off(module, "p", 0.0, f"{name}.p={module.p}"))
         copies = take(batch, [0] * size)
         # Also where nothing was drawn: a model may draw where rows are alike.
         if drawn := differing_copies(lambda: observed(copies), size, lambda: stack[-1] if stack else ""):

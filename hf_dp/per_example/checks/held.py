@@ -9,6 +9,7 @@ import types
 from collections import UserDict, UserList, deque
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -95,7 +96,8 @@ class Held:
     def put_back(self) -> Iterator[None]:
         """What is held is as it was then, at the end: the same objects, with the same in them."""
         names = {path: dict(entries(owner)) for path, owner in self.owners.items()}
-        items = {place: list(names[place[0]][place[1]]) for place, value in self.values.items() if _is_list(value)}
+        lists = [place for place, value in self.values.items() if type(value) in (list, deque)]
+        items = {place: list(names[place[0]][place[1]]) for place in lists}
         try:
             yield
         finally:
@@ -117,10 +119,6 @@ class Held:
                 whole = type(value)([one if _is_again(one, was) else was for one, was in kept]) if kept else value
                 if not refill(held, whole):
                     put(self.owners[place[0]], place[1], value)
-
-
-def _is_list(value: Any) -> bool:
-    return type(value) in (list, deque)
 
 
 def _is_again(one: Any, was: Any) -> bool:
@@ -226,7 +224,8 @@ def _role(kind: type) -> int:
     if issubclass(kind, COPIED):
         # A list of a class of its own cannot be made again.
         return _OTHER if issubclass(kind, (list, deque, set, frozenset)) and kind not in COPIED else _COPIED
-    is_object = _is_own(kind) and not issubclass(kind, _NO_OBJECT)
+    # Libraries keep settings, and how far a training is, in such classes.
+    is_object = (_is_own(kind) or is_dataclass(kind)) and not issubclass(kind, _NO_OBJECT)
     return _HOLDER if is_object or issubclass(kind, _OF_NAMES) else _OTHER
 
 

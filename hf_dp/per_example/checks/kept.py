@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.checks.held import Held, Place, beside, put
 from hf_dp.per_example.checks.state import is_saved, put_back
+from hf_dp.per_example.checks.switches import Switches
 from hf_dp.per_example.checks.values import NOTHING, copied, copied_within, emptied, far, same
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.randomness import unchanged_global_state
@@ -34,15 +35,23 @@ class Memory:
         loss: what computes them. Looked at as well are the object that it is a method of, what it names in its closure
             and its file, and modules that these, or a module of the model, hold unregistered: all of their buffers, and
             those of their parameters that passes write to.
+
+    Attributes:
+        switches: what was switched off since, and stays so.
     """
 
     def __init__(self, model: nn.Module, losses: Losses, loss: Any = None) -> None:
         self._model, self._losses = model, losses
         self._beside = dict(beside(model, loss))
+        named = ((f"{path}.config".lstrip("."), getattr(m, "config", None)) for path, m in model.named_modules())
+        self._configs = {path: config for path, config in {id(one[1]): one for one in named}.values() if config}
+        self.switches = Switches()
         self._harmless: set[Place] = set()
         # Parameters, of modules beside the model, that every pass may write to (a teacher that follows the weights).
         self._moving: dict[Place, nn.Parameter] = {}
         self._probe: Any = None
+        # What was there after the latest step, or the check.
+        self._left: dict[Place, Any] = {}
 
     def refuse(self, one: Any, other: Any, probe: Any) -> None:
         """Refuses what depends on the content of a batch, and what losses follow from.
@@ -124,9 +133,12 @@ class Memory:
         for place in self._written_since(writes):
             if place not in self._moving:
                 raise _refused(place)
-        changed = self._refuse_read(self._probe, before, after)
+        self._note_if_unread(self._refuse_read(self._probe, before, after))
+        self._left = after
+
+    def _note_if_unread(self, changed: dict[Place, tuple[Any, Any]]) -> None:
+        """What is changed in each step need not be asked about each time."""
         for place, (was, now) in changed.items():
-            # What is changed in each step need not be asked about each time.
             if now is not NOTHING and self._is_alike(self._probe, {place: now}, {place: far(now, was)}):
                 self._note_unread(self._probe, place, now)
 
@@ -155,11 +167,29 @@ class Memory:
             self._harmless.add(place)
 
     def ask_of(self, probe: Any) -> None:
-        """From now on `unmoved` asks for the losses of `probe`, a small batch."""
-        self._probe = probe
+        """From now on `unmoved` and `was_moved` ask for the losses of `probe`, a small batch."""
+        self._probe, self._left = probe, self._look()
+
+    def was_moved(self) -> bool:
+        """Whether something has changed since the latest step, or the check, that losses follow from: a weight of a
+        term that grows, a flag, a value of a config. Not under FSDP2.
+
+        Raises:
+            ConfigurationError: what was switched off is on again.
+        """
+        self.switches.refuse_on_again()
+        if self._probe is None or is_sharded(self._model):
+            return False
+        left, self._left = self._left, self._look()
+        try:
+            self._note_if_unread(self._refuse_read(self._probe, left, self._left))
+        except UnsupportedModelError:
+            return True
+        return False
 
     def _holders(self) -> Iterator[tuple[str, Any]]:
         yield from self._model.named_modules()
+        yield from self._configs.items()
         yield from self._beside.items()
 
     def _parameters(self) -> dict[Place, nn.Parameter]:
@@ -203,6 +233,7 @@ class Memory:
             for holder in self._beside.values():
                 if isinstance(holder, nn.Module):
                     stack.enter_context(put_back(holder))
+            stack.callback(self.switches.put_off_again)
             stack.enter_context(Held(self._holders()).put_back())
             yield
 

@@ -35,7 +35,7 @@ from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
 from hf_dp.per_example.checks.quantised import check_quantised, passing_gradients
 from hf_dp.per_example.checks.state import refuse_compiled, uncompiled
 from hf_dp.per_example.checks.survey import surveyed
-from hf_dp.per_example.checks.switches import switch_off, warn_of
+from hf_dp.per_example.checks.switches import Switches, switch_off, warn_of
 from hf_dp.per_example.oracle import DIFFERENT, Truth
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.reading import Reader
@@ -64,6 +64,7 @@ def preflight(
     *,
     rules: Mapping[Any, Rule] = RULES,
     tables: Collection[str] = (),
+    switches: Switches | None = None,
 ) -> Certificate:
     """Certifies the uses of `model`'s parameters on a few examples of `batch`, before anything is released.
 
@@ -77,6 +78,7 @@ def preflight(
     Args:
         batch: at least two different examples.
         tables: parameters that are only looked up in; their gradients are compared by the rows that were.
+        switches: notes what is switched off.
 
     Returns:
         The certificate for `record`.
@@ -95,7 +97,8 @@ def preflight(
             fix="look whether the dataset or its collator made all rows alike (one by itself cannot be trained on); if "
             "many repeat, shuffle the dataset.",
         )
-    if off := switch_off(model):
+    switches = switches or Switches()
+    if off := switch_off(model, switches):
         warn_of(off)
     with forked_rng(model), off_zero(model):
         seen, size = surveyed(model, loss_fn, batch, rules=rules)
@@ -118,7 +121,7 @@ def preflight(
                 order = [*first, *(i for i in range(n) if i not in first)]
                 batch = take(batch, order)
                 few, counted = (take(batch, [i % among for i in range(size)]) for among in (n, len(first)))
-            without_shared_coins(model, loss_fn, counted, **known)
+            without_shared_coins(model, loss_fn, counted, **known, switches=switches)
             check_independence(model, loss_fn, batch, **known)
             check_shares(model, loss_fn, few, **known, once=once if is_told and draws.is_silent else None)
             return _check_gradients(model, loss_fn, few, tables, **known), order

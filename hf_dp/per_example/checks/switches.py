@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import nn
 
 import hf_dp.ranks as ranks
+from hf_dp.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -15,25 +17,57 @@ _SWITCHES = {"layerdrop": 0.0, "apply_spec_augment": False}
 _SPEC_AUGMENT = ("mask_time_prob", "mask_feature_prob")
 
 
-def switch_off(model: nn.Module) -> list[str]:
+class Switches:
+    """What was switched off for private training, in modules and configs, and must stay so."""
+
+    def __init__(self) -> None:
+        self._off: list[tuple[Any, str, Any, str]] = []
+
+    def turn_off(self, owner: Any, name: str, off: Any, said: str) -> str:
+        """Gives `owner` the value `off` by this name; `said` is what it was, in words."""
+        setattr(owner, name, off)
+        self._off.append((owner, name, off, said))
+        return said
+
+    def put_off_again(self) -> None:
+        """After what has put back values as they were before."""
+        for owner, name, off, _ in self._off:
+            setattr(owner, name, off)
+
+    def refuse_on_again(self) -> None:
+        """Before a step.
+
+        Raises:
+            ConfigurationError: something has switched one on.
+        """
+        for owner, name, off, said in self._off:
+            if getattr(owner, name, off) != off:
+                raise ConfigurationError(
+                    f"{said} was switched off for private training, and {name} is {getattr(owner, name)!r} again.",
+                    why="it draws one random number for all examples of a micro-batch, and clipping bounds what each "
+                    "example adds only where examples have numbers of their own.",
+                    fix="leave it off: set it where the model is made, if at all, and not in a callback or the loop.",
+                )
+
+
+def switch_off(model: nn.Module, switches: Switches | None = None) -> list[str]:
     """Switches off LayerDrop and SpecAugment, whose coins fall for a whole micro-batch.
 
     Returns:
         What was switched off, with the value that it had.
     """
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    found: dict[str, None] = {}
+    found, switches = dict[str, None](), switches or Switches()
     for owner in [*configs.values(), *model.modules()]:
         values = dict(vars(owner))
-        switches = {n: off for n in values for end, off in _SWITCHES.items() if n.endswith(end)}
+        ends = {n: off for n in values for end, off in _SWITCHES.items() if n.endswith(end)}
         if "apply_spec_augment" not in values:
             # There it is on wherever it masks anything.
-            switches |= {n: 0.0 for n in _SPEC_AUGMENT if n in values}
-        for name, off in switches.items():
+            ends |= {n: 0.0 for n in _SPEC_AUGMENT if n in values}
+        for name, off in ends.items():
             is_on = isinstance(values[name], (bool, int, float)) and values[name] != off
             if is_on:
-                setattr(owner, name, off)
-                found[f"{name}={values[name]}"] = None
+                found[switches.turn_off(owner, name, off, f"{name}={values[name]}")] = None
     return list(found)
 
 
