@@ -137,7 +137,8 @@ class Ledger:
                 "the ledger belongs to another run: " + "; ".join(differing) + ".",
                 why="steps already taken were accounted for other data or other settings; continuing would make the "
                 "final epsilon untrue.",
-                fix="resume with the settings and the dataset of the first run, or start anew elsewhere."
+                fix="resume with the settings and the dataset of the first run; or begin another training elsewhere, "
+                "with PrivacyConfig(after=...) where it is on the same people (more steps, say): both have one budget."
                 + _on_other_processes(self.promise.get("expected_batch_size"), other.get("expected_batch_size"))
                 + _in_another_order(self.promise.get("earlier"), other.get("earlier")),
             )

@@ -53,14 +53,16 @@ class Source:
         """
         if name not in self.names:
             in_shards = any(_SHARDS in PurePosixPath(path).parts for path in self.names)
+            below = [path.removesuffix(f"/{name}") for path in self.names if path.endswith(f"/{name}")]
+            others = f" There is one in {', '.join(sorted(below, key=_by_number)[-3:])}." if below else ""
             raise LedgerError(
                 f"there is no {name} in {self.title}"
                 + (", where weights are in FSDP2's shards." if in_shards else "."),
                 why="without it nothing is known about the privacy of these weights.",
                 fix="resume from the checkpoint and call save_model, which writes the whole model with its record."
                 if in_shards
-                else "name what the trainer's save_model or push_to_hub wrote, or a whole checkpoint; a model's own "
-                "save_pretrained writes weights alone.",
+                else f"name what the trainer's save_model or push_to_hub wrote, or a whole checkpoint; a model's own "
+                f"save_pretrained writes weights alone.{others}",
             )
         if self._directory is not None:
             if not (path := self._directory / name).is_file():
@@ -100,6 +102,11 @@ class Source:
             HubError: it cannot be fetched.
         """
         return PrivacyRecord.from_json(self.path(RECORD_FILE).read_bytes())
+
+
+def _by_number(folder: str) -> tuple[int, str]:
+    number = folder.rpartition("-")[2]
+    return (int(number) if number.isdigit() else -1), folder
 
 
 def open_source(

@@ -12,6 +12,11 @@ MIN_STEPS = 10
 _RATE, _RATE_OF_AVERAGE = 7e-3, 1e-2
 
 
+def usual_rate(steps: int) -> float:
+    """What Adam is proposed to begin with on adapters."""
+    return _RATE * math.sqrt(MIN_STEPS / steps)
+
+
 @dataclass(frozen=True)
 class Rule:
     """One choice.
@@ -51,7 +56,7 @@ RULES: tuple[Rule, ...] = (
         f"sqrt({MIN_STEPS} / steps), constant, with an average of the weights (decay 0.8), whatever epsilon is",
         "Adam divides by the noise, which moves each weight by about the rate x sqrt(steps)",
         lambda _, steps, __: (
-            f"{_RATE * math.sqrt(MIN_STEPS / steps):.2g}, falling linearly to 0; or constant "
+            f"{usual_rate(steps):.2g}, falling linearly to 0; or constant "
             f"{_RATE_OF_AVERAGE * math.sqrt(MIN_STEPS / steps):.2g} with an average of the weights (decay 0.8)"
         ),
     ),

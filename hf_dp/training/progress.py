@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import nn
 
 import hf_dp.ranks as ranks
 from hf_dp.figures import percent, steps_in_words, upper
+from hf_dp.planning.start import usual_rate
 from hf_dp.step.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86400}
 # Of the time of a training, at most one part in so many goes into saying what was spent.
 _SELDOM = 50
+# A rate of which the one that is proposed is more than so many times.
+_LOW = 50
 # Seconds of steps that tell how long others take.
 _SEEN = 2.0
 
@@ -34,8 +38,8 @@ def say(message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
 
-def opening(plan: Plan) -> list[str]:
-    """What is promised, and what is drawn."""
+def opening(plan: Plan, optimizer: Any = None) -> list[str]:
+    """What is promised, what is drawn, and what is said of a learning rate that will hardly move anything."""
     config, unit = plan.config, plan.mechanism.unit.name
     what = f"the epsilon of noise multiplier {plan.noise_multiplier:g}, in the log and in privacy_report(),"
     if config.target_epsilon is not None:
@@ -48,7 +52,22 @@ def opening(plan: Plan) -> list[str]:
     whose = "each example's gradient"
     if config.unit is not None and config.unit_sampling == "units":
         whose = f"the mean gradient of the drawn examples with each value of {config.unit!r}"
-    return [f"Private training: {said}.", f"Drawn: {plan}. max_grad_norm is 0: {whose} is clipped."]
+    drawn = f"Drawn: {plan}. max_grad_norm is 0: {whose} is clipped."
+    return [f"Private training: {said}.", drawn, *_of_rates(plan.steps, optimizer)]
+
+
+def _of_rates(steps: int, optimizer: Any) -> list[str]:
+    # With a warm-up the rate of the first step is 0.
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    groups = getattr(optimizer, "param_groups", [])
+    rate = max((float(group.get("initial_lr", group.get("lr")) or 0) for group in groups), default=0.0)
+    usual = usual_rate(steps)
+    if "adam" not in type(optimizer).__name__.lower() or not 0 < rate * _LOW < usual:
+        return []
+    return [
+        f"Learning rate: {rate:.2g} moves each weight by some {rate * math.sqrt(steps):.1g} in all, since Adam divides "
+        f"by the noise, and private steps are few. hf-dp plan proposes {usual:.2g} for adapters in so many."
+    ]
 
 
 def _is_private(plan: Plan) -> bool:

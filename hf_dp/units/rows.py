@@ -141,15 +141,16 @@ def _values(dataset: Any, column: str) -> Iterable[Any]:
         return list(dataset.with_format(None)[column])
     if isinstance(dataset, list) and all(isinstance(row, Mapping) and column in row for row in dataset):
         return [row[column] for row in dataset]
-    has = "is no such table"
+    has, one = "is no such table", ""
     if isinstance(dataset, Dataset):
         has = f"has the columns {', '.join(dataset.column_names)}"
+        one = "give unit= the name of the column that says whose each row is, if one of these does; or "
     elif isinstance(dataset, list):
         has = "has a row without it"
     raise ConfigurationError(
         f"unit={column!r}, and the training dataset ({type(dataset).__name__}) {has}.",
         why="whose each example is must be known before any is drawn.",
-        fix="give a datasets.Dataset, or a list of dicts ([dataset[i] for i in range(len(dataset))] makes one of "
+        fix=f"{one}give a datasets.Dataset, or a list of dicts ([dataset[i] for i in range(len(dataset))] makes one of "
         "another), with that column. What prepares the data (map(), a trainer) may have dropped it: keep it beside the "
         "model's columns; the model does not see it.",
     )

@@ -16,9 +16,9 @@ _TRLS: dict[str, type[Trl]] = {kind.name: kind for kind in (Sft, Dpo, Reward, Kt
 
 def behind(trainer: Any) -> Usual:
     """What is asked of the first of `trainer`'s classes that is known."""
-    kinds = type(trainer).__mro__
-    other = Unknown if any(map(is_of_trl, kinds)) else Usual
-    return next((found(trainer) for kind in kinds if (found := _found(kind))), other(trainer))
+    # One of TRL that is another one's subclass learns in its own way.
+    kind = next(filter(is_of_trl, type(trainer).__mro__), None)
+    return Usual(trainer) if kind is None else (_found(kind) or Unknown)(trainer)
 
 
 def has_known_loss(kind: type) -> bool:

@@ -16,6 +16,8 @@ from hf_dp.training.behind.usual import Usual
 # Of TRL. The oldest is in pyproject.toml and constraints-oldest.txt too, the newest in constraints.txt.
 OLDEST, NEWEST = (1, 15), (1, 16)
 _TESTED = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+# What makes batches, or steps, of a kind of their own.
+_STEPS = ("_get_train_sampler", "training_step", "get_batch_samples")
 Conflicts = Iterable[tuple[str, str, str]]
 
 
@@ -23,9 +25,18 @@ class Unknown(Usual):
     """Of another trainer of TRL, whose loss is not known example by example."""
 
     def refuse(self, own_loss: bool) -> None:
+        kinds = [kind for kind in type(self.trainer).__mro__ if is_of_trl(kind)]
+        name = kinds[0].__name__
+        if own := next((step for step in _STEPS for kind in kinds if step in vars(kind)), None):
+            raise ConfigurationError(
+                f"{name} behind DPTrainerMixin.",
+                why=f"it learns from answers that it samples and compares, by {own}() of its own, which the private "
+                "step replaces: it would be trained for something else.",
+                fix="use SFTTrainer on texts, DPOTrainer on pairs of answers, or RewardTrainer; answers that a model "
+                "gives and somebody judges can be such pairs.",
+            )
         if own_loss:
             return
-        name = next(kind.__name__ for kind in type(self.trainer).__mro__ if is_of_trl(kind))
         raise ConfigurationError(
             f"{name} behind DPTrainerMixin.",
             why="it has a loss of its own, of which nothing is known here example by example; some such trainers mix "

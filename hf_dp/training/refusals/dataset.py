@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from hf_dp.config.ranges import shown
 from hf_dp.data.first_seen import left_as_it_was
@@ -32,6 +32,13 @@ def refuse_dataset(dataset: Any) -> None:
             why="its length is the number of its parts, not of its examples.",
             fix="pass one of its parts, for example train_dataset=data['train']; the first rows of a Dataset are "
             "data.select(range(400)), since data[:400] is its columns.",
+        )
+    if isinstance(dataset, DataLoader):
+        raise ConfigurationError(
+            f"the training data are {kind}, which draws batches by itself.",
+            why="epsilon holds for batches of a Poisson sampler, which is hf_dp's own.",
+            fix="give its dataset (loader.dataset), and its collate_fn as the collator; the size of batches is an "
+            "argument of its own.",
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigurationError(
