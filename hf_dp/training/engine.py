@@ -149,9 +149,8 @@ class Engine:
     def micro_batches(self, item: Mapping[str, Any]) -> Generator[MicroBatch]:
         """Of one logical batch, once those that are wider or narrower than all before are known to do no harm, and so
         are other modules and hooks than were checked."""
-        has_others = self._installed is not None and not self._installed.is_of(self.model)
-        if has_others or (self._memory is not None and self._memory.was_moved()):
-            self._check_again(has_others)
+        if self._installed is not None and not self._installed.is_of(self.model):
+            self._check_again(has_others=True)
         collate: Any = self.loader.collate_fn
         for rows in item.get("unlike", []):
             self._met = outermost([*self._met, *rows], collate.widths)
@@ -162,7 +161,6 @@ class Engine:
                 else:  # The first that is padded on the left: from now on all batches have positions.
                     self._certify(together, rows)
         batches = item["micro_batches"]
-        # Without them a unit would be clipped row by row.
         owners = item.get("owners", []) if self.loader.draws_units else [None] * len(batches)
         if len(owners) != len(batches):
             raise HfDpError(
@@ -170,6 +168,8 @@ class Engine:
                 why="each unit is clipped as one.",
                 fix="hand on the items of the loader as they are.",
             )
+        if self._memory is not None and self._memory.was_moved():
+            self._check_again(has_others=False)
         yield from self._keeping_nothing(map(MicroBatch, map(self.prepare, batches), owners))
 
     def _keeping_nothing(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:

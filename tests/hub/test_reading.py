@@ -135,6 +135,7 @@ def test_report_reads_a_folder_a_checkpoint_and_an_interrupted_run(saved: Path, 
     (copy / "privacy.json").unlink()
     values = json.loads(invoke("report", str(copy), "--json").stdout)
     assert values["source"].endswith("checkpoint-4")
+    assert "There is one in checkpoint-2, checkpoint-4." in invoke("verify", str(copy)).stderr.replace("\n", " ")
     assert values["report"] == load_report(saved / "checkpoint-4").to_dict()
     assert Ledger.from_dict(values["ledger"]).steps == 4
     assert values["risk"] == risk(Ledger.from_dict(values["ledger"]).event).to_dict()

@@ -44,6 +44,10 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
     "one example": (lambda: rows(1), "1 examples"),
     "an iterable dataset of torch": (Streamed, "Streamed, which can only be iterated"),
     "a streamed dataset": (lambda: datasets.Dataset.from_list(rows()).to_iterable_dataset(), "IterableDataset"),
+    "a loader of batches": (
+        lambda: torch.utils.data.DataLoader(rows(), batch_size=4),
+        "DataLoader, which draws",
+    ),
     "a generator": (lambda: iter(rows()), "which can only be iterated"),
     "a set": (lambda: {1, 2, 3}, "which can only be iterated"),
     "fewer rows than it says": (lambda: Counts(100), "Counts, whose last example cannot be read"),

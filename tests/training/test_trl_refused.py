@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.training.behind import table
 from hf_dp.training.behind import trl as behind
+from hf_dp.training.behind.sft import Sft
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.training.chats import ROOT, ROWS, TEMPLATE, WORDS, DPSFTTrainer, conversations, make, tokenizer
 
@@ -168,3 +170,21 @@ def test_the_tested_versions_are_those_of_the_project_and_its_constraints() -> N
     assert project["project"]["optional-dependencies"]["trl"] == [f"trl>={oldest},<2"]
     assert (pinned("constraints-oldest.txt"), pinned("constraints.txt")) == (oldest, newest)
     assert f"TRL {oldest} to {newest}" in (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer", "DistillationTrainer"])
+def test_trainers_that_sample_answers_are_refused_with_a_loss_of_ones_own_too(name: str) -> None:
+    kind = type("Own", (DPTrainerMixin, getattr(trl, name)), {"compute_per_example_loss": lambda *_: None})
+    with pytest.raises(ConfigurationError, match=f"{name} behind DPTrainerMixin") as refused:
+        table.behind(object.__new__(kind)).refuse(own_loss=True)
+    assert "samples and compares" in refused.value.why
+
+
+def test_a_subclass_of_trls_own_is_another_trainer() -> None:
+    """As its experimental trainers are: they learn in other ways."""
+    inner = type("GKDTrainer", (trl.SFTTrainer,), {"__module__": "trl.experimental.gkd", "training_step": None})
+    mine = type("Mine", (trl.SFTTrainer,), {"__module__": "mine"})
+    assert isinstance(table.behind(object.__new__(inner)), behind.Unknown)
+    assert isinstance(table.behind(object.__new__(mine)), Sft)
+    with pytest.raises(ConfigurationError, match="GKDTrainer behind DPTrainerMixin"):
+        table.behind(object.__new__(inner)).refuse(own_loss=True)

@@ -63,9 +63,9 @@ class Waits:
 
     @contextmanager
     def not_counted(self) -> Iterator[None]:
-        self.is_open = False
+        before, self.is_open = self.is_open, False
         yield
-        self.is_open = True
+        self.is_open = before
 
 
 class WaitsOfCuda(Waits):

@@ -150,6 +150,13 @@ def test_data_without_the_column_is_refused(data: Any) -> None:
         UnitRows.of(data, "user", 2)
 
 
+def test_a_unit_that_is_no_column_is_told_what_unit_is() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        UnitRows.of(Dataset.from_dict({"text": ["a"], "user_id": [1]}), "user", 2)
+    assert "has the columns text, user_id" in refused.value.found
+    assert refused.value.fix.startswith("give unit= the name of the column that says whose each row is")
+
+
 def test_the_column_is_read_whatever_the_format_and_then_gone() -> None:
     plain = Dataset.from_dict({"x": [1, 2, 3], "user": ["a", "b", "a"]})
     seen = plain.with_transform(lambda batch: {name: [f"{name}!"] * len(next(iter(batch.values()))) for name in batch})

@@ -50,8 +50,9 @@ class Memory:
         # Parameters, of modules beside the model, that every pass may write to (a teacher that follows the weights).
         self._moving: dict[Place, nn.Parameter] = {}
         self._probe: Any = None
-        # What was there after the latest step, or the check.
+        # What was there after the latest step, or the check; and as the next one begins, where that was looked at.
         self._left: dict[Place, Any] = {}
+        self._begun: dict[Place, Any] | None = None
 
     def refuse(self, one: Any, other: Any, probe: Any) -> None:
         """Refuses what depends on the content of a batch, and what losses follow from.
@@ -113,7 +114,8 @@ class Memory:
         if self._probe is None or is_sharded(self._model):
             yield
             return
-        before, writes = self._look(), self._writes()
+        before, writes = self._look() if self._begun is None else self._begun, self._writes()
+        self._begun = None
         try:
             yield
             self._refuse_moved(before, writes)
@@ -180,9 +182,9 @@ class Memory:
         self.switches.refuse_on_again()
         if self._probe is None or is_sharded(self._model):
             return False
-        left, self._left = self._left, self._look()
+        self._begun = now = self._look()
         try:
-            self._note_if_unread(self._refuse_read(self._probe, left, self._left))
+            self._note_if_unread(self._refuse_read(self._probe, self._left, now))
         except UnsupportedModelError:
             return True
         return False
