@@ -224,8 +224,9 @@ def _role(kind: type) -> int:
     if issubclass(kind, COPIED):
         # A list of a class of its own cannot be made again.
         return _OTHER if issubclass(kind, (list, deque, set, frozenset)) and kind not in COPIED else _COPIED
-    # Libraries keep settings, and how far a training is, in such classes.
-    is_object = (_is_own(kind) or is_dataclass(kind)) and not issubclass(kind, _NO_OBJECT)
+    # Others keep settings, and how far a training is, in such classes; what hf_dp notes is never put back.
+    is_told = is_dataclass(kind) and not kind.__module__.startswith("hf_dp")
+    is_object = (_is_own(kind) or is_told) and not issubclass(kind, _NO_OBJECT)
     return _HOLDER if is_object or issubclass(kind, _OF_NAMES) else _OTHER
 
 
