@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "days": 86400}
 # Of the time of a training, at most one part in so many goes into saying what was spent.
 _SELDOM = 50
+# Adapters are one part in so many, or less.
+_FEW = 10
 # A rate of which the one that is proposed is more than so many times.
 _LOW = 50
 # Seconds of steps that tell how long others take.
@@ -38,7 +40,7 @@ def say(message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
 
-def opening(plan: Plan, optimizer: Any = None) -> list[str]:
+def opening(plan: Plan, model: nn.Module | None = None, optimizer: Any = None) -> list[str]:
     """What is promised, what is drawn, and what is said of a learning rate that will hardly move anything."""
     config, unit = plan.config, plan.mechanism.unit.name
     what = f"the epsilon of noise multiplier {plan.noise_multiplier:g}, in the log and in privacy_report(),"
@@ -53,10 +55,15 @@ def opening(plan: Plan, optimizer: Any = None) -> list[str]:
     if config.unit is not None and config.unit_sampling == "units":
         whose = f"the mean gradient of the drawn examples with each value of {config.unit!r}"
     drawn = f"Drawn: {plan}. max_grad_norm is 0: {whose} is clipped."
-    return [f"Private training: {said}.", drawn, *_of_rates(plan.steps, optimizer)]
+    return [f"Private training: {said}.", drawn, *_of_rates(plan.steps, model, optimizer)]
 
 
-def _of_rates(steps: int, optimizer: Any) -> list[str]:
+def _of_rates(steps: int, model: nn.Module | None, optimizer: Any) -> list[str]:
+    # What was measured is of adapters; a whole model may need far less.
+    parameters = [] if model is None else list(model.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    if not trained or trained * _FEW > sum(p.numel() for p in parameters):
+        return []
     # With a warm-up the rate of the first step is 0.
     optimizer = getattr(optimizer, "optimizer", optimizer)
     groups = getattr(optimizer, "param_groups", [])

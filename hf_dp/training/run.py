@@ -165,7 +165,7 @@ class Run:
         refuse_optimizer(optimizer, model, is_complete=True, is_restored=is_restored, by_rows=self.by_rows.values())
         self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
-        say("\n".join(opening(self.plan, optimizer)))
+        say("\n".join(opening(self.plan, model, optimizer)))
         self.engine.by_rows, self.engine.passes = self.by_rows, self.plan.config.passes
         self.engine.clipping = self.plan.clipping
         self._remove_parts()

@@ -109,15 +109,20 @@ def test_what_is_promised_is_said_as_it_was_given(privacy: PrivacyConfig, said: 
 def test_a_rate_of_adam_that_hardly_moves_anything_is_said(tmp_path: Path) -> None:
     trainer = make(tmp_path, max_steps=2)
     trainer.get_train_dataloader()
-    plan, weights = trainer._run.plan, [torch.nn.Parameter(torch.ones(2))]
-    line = opening(plan, torch.optim.AdamW(weights, lr=2e-5))[-1]
+    plan, model = (
+        trainer._run.plan,
+        torch.nn.Sequential(torch.nn.Linear(40, 40).requires_grad_(False), torch.nn.Linear(2, 1)),
+    )
+    weights = list(model[1].parameters())
+    line = opening(plan, model, torch.optim.AdamW(weights, lr=2e-5))[-1]
     assert line.startswith("Learning rate: 2e-05 moves each weight by some 3e-05 in all")
     assert "proposes 0.016 for adapters" in line
     warming = torch.optim.AdamW(weights, lr=2e-5)
     torch.optim.lr_scheduler.LambdaLR(warming, lambda step: 0.0)
-    assert opening(plan, warming)[-1] == line
+    assert opening(plan, model, warming)[-1] == line
     for optimizer in (torch.optim.Adam(weights, lr=1e-3), torch.optim.SGD(weights, lr=1e-5), None):
-        assert len(opening(plan, optimizer)) == 2
+        assert len(opening(plan, model, optimizer)) == 2
+    assert len(opening(plan, model[1], warming)) == 2  # all of it is trained
 
 
 @pytest.mark.parametrize("tell", [say, lambda message: ranks.warn(logging.getLogger("hf_dp.told"), message)])

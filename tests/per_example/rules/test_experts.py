@@ -14,7 +14,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
-from scripts.judging import sorted_in_float64
+from scripts.judging import relative, sorted_in_float64
 from tests import architectures, zoo
 from tests.per_example.small import relative_error
 
@@ -115,6 +115,26 @@ def test_in_float32_they_are_torchs_own_product() -> None:
     model, batch = zoo.tiny("mixtral", "causal_lm", torch.float32), zoo.text_batch("causal_lm", 5)
     found = record(model, per_example_losses, batch)
     assert relative_error(found, loop(model, per_example_losses, batch)) <= 1e-5
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_in_16_bits_they_are_near_what_a_loop_gives(device: str, autocast: bool) -> None:
+    """One in the same precision, in which each token goes to the same experts."""
+    model = zoo.tiny("mixtral", "causal_lm", torch.float32 if autocast else torch.bfloat16).to(device)
+    batch = {name: value.to(device) for name, value in zoo.text_batch("causal_lm", 4).items()}
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            return per_example_losses(model, batch)
+
+    found, truth = record(model, losses, batch, certificate=preflight(model, losses, batch)), loop(model, losses, batch)
+    norms = found.squared_norms().sqrt(), truth.squared_norms().sqrt()
+    torch.testing.assert_close(norms[0].double(), norms[1].double(), rtol=0.02, atol=0.0)
+    weights = torch.linspace(0.5, 1.5, 4, device=device)
+    ours, theirs = found.weighted_sum(weights), truth.weighted_sum(weights)
+    assert {total.dtype for total in ours.values()} == {torch.float32}
+    assert relative(ours, theirs) <= 0.02
 
 
 def test_a_shared_expert_beside_them_is_exact_too() -> None:
