@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_dp.config import OutputBiasConfig, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
     from hf_dp.hub import load_report
     from hf_dp.parts.re_attention import load_re_attention, remove_re_attention
+    from hf_dp.per_example.still import still_batch_norm
     from hf_dp.training.private_run import PrivateRun
     from hf_dp.training.trainer import DPTrainer, DPTrainerMixin
 
@@ -38,6 +39,7 @@ __all__ = [
     "losses",
     "per_example",
     "remove_re_attention",
+    "still_batch_norm",
 ]
 
 _HOME = {
@@ -52,6 +54,7 @@ _HOME = {
     "load_re_attention": "hf_dp.parts.re_attention",
     "load_report": "hf_dp.hub",
     "remove_re_attention": "hf_dp.parts.re_attention",
+    "still_batch_norm": "hf_dp.per_example.still",
 }
 _MODULES = {"accounting", "audit", "losses", "per_example"}
 

@@ -35,8 +35,8 @@ _KNOWN = (
         lambda module: isinstance(module, _BatchNorm) and module.training,
         "batch normalisation",
         "it computes each example's output from the whole batch, so no per-example gradient exists.",
-        "replace it by GroupNorm or LayerNorm, or override its train() so that it stays in eval mode, where it is "
-        "exact (docs/faq.md has the lines).",
+        "call hf_dp.still_batch_norm(model) before the trainer is made, which keeps the statistics that the model was "
+        "pretrained with (its weights train); or replace it by GroupNorm or LayerNorm.",
     ),
     _Mixing(
         _scales_by_others,

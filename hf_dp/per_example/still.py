@@ -1,0 +1,43 @@
+"""Batch norms that keep the statistics they have: then each example's output is its own."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hf_dp.errors import UnsupportedModelError
+
+
+def still_batch_norm(model: nn.Module) -> list[str]:
+    """Keeps each batch norm of a model in eval mode, whatever mode the model is in, where its weights train exactly.
+
+    Its means and variances stay what they are, those of the data that it was pretrained on, which must be public.
+
+    Args:
+        model: whose modules are changed in place, before a trainer is made of it.
+
+    Returns:
+        Their names.
+
+    Raises:
+        UnsupportedModelError: one has no statistics of its own (`track_running_stats=False`), and takes those of each
+            batch.
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    if without := [name for name, module in found.items() if module.running_mean is None]:
+        raise UnsupportedModelError(
+            f"{without[0]} has no statistics to keep (track_running_stats=False).",
+            why="it takes those of each batch, in eval mode too, so no example's output is its own.",
+            fix="replace it by GroupNorm or LayerNorm.",
+        )
+    for module in found.values():
+        # Of an object's own, not of a class: it is copied, saved and loaded as before.
+        module.__dict__["train"] = functools.partial(_stay, module)
+        module.train()
+    return list(found)
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    return nn.Module.train(module, False)
