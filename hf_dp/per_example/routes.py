@@ -29,9 +29,10 @@ _BY_ROWS = frozenset(
         *("logsigmoid", "hardswish", "hardsigmoid", "selu", "celu", "square", "abs", "relu_"),
         *("clamp", "clamp_", "clamp_min", "clamp_max", "minimum", "maximum", "masked_fill", "masked_fill_", "where"),
         *("to", "type", "float", "half", "bfloat16", "double", "int", "long", "type_as", "contiguous", "clone"),
-        *("dropout", "linear", "rms_norm", "layer_norm", "_grouped_mm", "grouped_mm_fallback"),
+        *("dropout", "linear", "_grouped_mm", "grouped_mm_fallback"),
     )
 )
+_NORMS = ("rms_norm", "layer_norm")
 # The same, if it is another axis than the first that they are asked to work along, as the argument of this number.
 _ALONG_OTHERS = {"chunk": 2, "split": 2, "unsqueeze": 1, "squeeze": 1, "glu": 1, "mean": 1, "sum": 1, "softmax": 1}
 
@@ -114,6 +115,8 @@ class Routes:
             is_whole = len(output) % self._batch_size == 0
             return self.in_order(len(output), output.device) if is_whole and self._are_in_order(before) else None
         is_by_rows = name in _BY_ROWS or (name in _ALONG_OTHERS and _is_along_others(name, args, kwargs))
+        # Norms are over as many of the last axes as they are given sizes.
+        is_by_rows |= name in _NORMS and len(args) > 1 and len(args[1]) < source.dim()
         made = tensors_in(output)
         others = [a for a in tensors_in(args[1:], kwargs) if a in self._places]
         if not is_by_rows or not all(one.shape[:1] == before.rows.shape for one in made):
