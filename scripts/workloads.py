@@ -55,6 +55,10 @@ _BERT = {
     "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_labels": 10,
 }  # fmt: skip
+_EXPERTS = {
+    "vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384,
+}  # fmt: skip
 _LLAMA_135M = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
@@ -81,6 +85,7 @@ CASES = Cases(
         "llama, checkpointing": Case("llama", 4, 256, _DEEP, checkpointing=True),
         "llama, checkpointing, autocast": Case("llama", 4, 256, _DEEP, checkpointing=True, autocast=True),
         "large vocabulary": Case("gpt2", 4, 256, _gpt2(151936, 896, 1)),
+        "experts": Case("qwen3_moe", 8, 128, _EXPERTS),
     }
 )
 
