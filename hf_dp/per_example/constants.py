@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, Outer, PerExample
@@ -177,12 +177,14 @@ def _products(value: Tensor, inputs: list[Tensor], gradients: Tensor) -> Iterabl
 
 def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
     """Refuses, when it is called, what was changed in place since: autograd does not look at what is kept here."""
-    versions = [(t, t._version) for t in tensors if not t.is_inference()]
+    # Frozen parameters are compared for themselves (`unchanged_buffers`): PEFT takes those of experts out and puts them
+    # back in each pass, and once more where a checkpoint computes again, which torch counts as writes.
+    versions = [(t, t._version) for t in tensors if not t.is_inference() and not _is_frozen(t)]
 
     def check() -> None:
         refuse_changed(versions)
         # FSDP2 frees the memory of whole parameters when their module's backward pass is over.
-        whole = (t for t, _ in versions if t.numel() and t.layout is torch.strided)
+        whole = (t for t in tensors if t.numel() and t.layout is torch.strided)
         if not all(t.untyped_storage().nbytes() for t in whole):
             raise UnsupportedModelError(
                 "a value is computed from parameters alone, some of which FSDP2 shards.",
@@ -191,6 +193,10 @@ def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
             )
 
     return check
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def refuse_constant(losses: Tensor, uses: Iterable[Use], batch_size: int) -> None:

@@ -96,6 +96,8 @@ def squared_norms(uses: list[Factors], grams: SelfGrams | None = None) -> tuple[
         case [DistinctRows(OneHot(), Dense(values), scale) as rows]:
             norms = abs(scale) * _norms(accumulation(values).flatten(1))
             return norms.square(), rounding(norms if rows.given is None else rows.given.magnitude())
+    if len(uses) > 1 and (joined_uses := Routed.joined(uses)) is not None:
+        uses = [joined_uses]
     outers = [use for use in uses if isinstance(use, Outer)]
     if len(outers) == len(uses) and (len(uses) == 1 or not any(isinstance(use, Routed) for use in uses)):
         return _gram_norms(outers, grams or SelfGrams())

@@ -64,6 +64,9 @@ class Picked(TorchFunctionMode):
         self._one_of_each: Any = WeakIdKeyDictionary()
         # Of other numbers of rows, as they were picked, whether they are as many of each, in order.
         self._are_even: Any = WeakIdKeyDictionary()
+        # What follows from rows that were picked, be they as many of each or not; and whose those of pieces are.
+        self._indexed: Any = WeakIdKeyDictionary()
+        self._owners: Any = WeakIdKeyDictionary()
         # Of what the operation at hand was given, for what is computed on the way to its result.
         self._within: tuple[str | None, bool | None] = None, None
         self._batch_size, self._images = batch_size, images
@@ -89,7 +92,11 @@ class Picked(TorchFunctionMode):
         name = str(getattr(func, "__name__", "")).partition(".")[0]
         is_written = name in _INDEXED_WRITES or name.removesuffix("_") in _WRITING
         changed = given[:1] if is_written else rows
-        if changed and self._picks(name, args, kwargs):
+        picks = bool(changed) and self._picks(name, args, kwargs)
+        if picks or any(a in self._indexed for a in given):
+            self._indexed.update((one, None) for one in (*rows, *changed))
+        if picks:
+            self._note_owners(name, func, args, kwargs, output)
             if any(one.dim() and len(one) != self._batch_size for one in changed):
                 is_even = not is_written and self._is_even(name, args, kwargs)
                 self._are_even.update((one, is_even) for one in rows if not is_written)
@@ -101,6 +108,9 @@ class Picked(TorchFunctionMode):
                 # From what the numbers follow by which they were picked makes no difference to which they are.
                 is_one = self._is_one_of_each(name, func, args, kwargs)
                 known = [self._one_of_each.get(given[0], True) and is_one]
+            elif name in _JOINING and all(one in self._owners for one in given):
+                joined = torch.cat([self._owners[one] for one in given])
+                known = [torch.equal(joined, torch.arange(self._batch_size, device=joined.device))]
         elif name in _VIEWING and (is_even := self._are_even.get(given[0])) is not None:
             known += [is_even] * (len(made) == 1 and made[0].shape[:1] == (self._batch_size,))
         if by is not None:
@@ -120,12 +130,31 @@ class Picked(TorchFunctionMode):
 
     def forget(self, tensor: Tensor) -> None:
         """Takes note that its rows are as many of each, in order, however they came there."""
-        self._picked.pop(tensor, None)
+        for known in (self._picked, self._one_of_each, self._are_even, self._indexed, self._owners):
+            known.pop(tensor, None)
+
+    def follows_index(self, tensor: Tensor) -> bool:
+        """Whether it was computed from rows that were picked, be they as many of each."""
+        return tensor in self._indexed
 
     def has_one_of_each(self, tensor: Tensor) -> bool | None:
         """Of B rows, or (B, k), that follow from picked ones, whether row i was example i's; None of anything else."""
         found: bool | None = self._one_of_each.get(tensor, None if tensor in self._data else self._within[1])
         return found
+
+    def _note_owners(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Whose the rows are that are picked of B."""
+        source = args[0] if args else None
+        if name not in _CHOOSING or not isinstance(source, Tensor) or len(source) != self._batch_size:
+            return
+        owners = torch.arange(self._batch_size, device=source.device)
+        shape = [-1, *[1] * (source.dim() - 1)]
+        picked = flatten(func(owners.view(shape).expand(source.shape), *args[1:], **kwargs))
+        for one, own in zip(tensors_in(output), picked, strict=True):
+            if one.dim() and one.numel():
+                self._owners[one] = own.reshape(len(own), -1)[:, 0]
+            elif one.dim():
+                self._owners[one] = owners[:0]
 
     def _picks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an operation picks rows of data, or writes some."""

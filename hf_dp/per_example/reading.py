@@ -108,7 +108,10 @@ class Reader:
         Raises:
             UnsupportedModelError: the shape has no reading, or may have another.
         """
-        order = None if bound.input is None else self.routes.order(bound.input, rule.is_sorted)
+        order = None
+        if bound.input is not None and bound.input.dim():
+            is_sorted = rule.is_sorted or self.known(rule.name, parameters, bound.input) == ROUTED
+            order = self.routes.order(bound.input, is_sorted)
         if order is not None:
             return Axis(self.batch_size, ROUTED, order)
         return Axis(self.batch_size, self._read(rule, bound, parameters))
@@ -122,7 +125,10 @@ class Reader:
         plain = {len(one) for one in rows if _is_plainly_folded(one, self.batch_size)}
         plain |= {len(one) for one in rows} & {self.batch_size}
         sizes = plain or {len(one) for one in rows if self._is_in_order(one)}
-        return [one for one in several if len(one) in sizes and not self._was_picked(one)]
+        found = [one for one in several if len(one) in sizes and not self._was_picked(one)]
+        if self._picked is not None and any(map(self._picked.follows_index, found)):
+            self.inferred.add(Use("experts", "", INFERRED, 0))
+        return found
 
     def _is_in_order(self, given: Tensor) -> bool:
         """Whether its rows are, as `check_folded` has it."""
@@ -136,13 +142,14 @@ class Reader:
     def _was_picked(self, given: Tensor) -> bool:
         if self._picked is None:
             return False
-        if len(given) == self.batch_size:
-            return self._picked.has_one_of_each(given) is False
-        return self._picked.picked_by(given) is not None
+        has_one = self._picked.has_one_of_each(given)
+        if has_one is None and len(given) != self.batch_size:
+            return self._picked.picked_by(given) is not None
+        return has_one is False
 
     def _restored(self, given: Tensor) -> None:
         """Takes note that rows which a module picked are in order again."""
-        if self._picked is not None and self._picked.picked_by(given) is not None:
+        if self._picked is not None and self._picked.follows_index(given):
             self._picked.forget(given)
             self.inferred.add(Use("experts", "", ROUTED, given.dim()))
 
@@ -224,6 +231,7 @@ class Reader:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
         if _is_plainly_folded(given, self.batch_size):
+            self._check_picked(operation, given, parameters)
             self.counts.add_plain(each, given.shape[1:-1])
         elif given.numel() and self.batch_size > 1:
             what = f"operation {operation} on an input of shape {tuple(given.shape)}"

@@ -7,14 +7,14 @@ different experts lie in different places, so a squared norm is the sum of their
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.factors import Outer, PerExample
+from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.precision import accumulation
@@ -56,6 +56,19 @@ class Routed(Outer):
 
     ids: Tensor = field(kw_only=True)
     experts: int = field(kw_only=True)
+
+    @staticmethod
+    def joined(uses: Sequence[Factors]) -> Routed | None:
+        """Several uses as one of more positions, if all are alike."""
+        routed = [use for use in uses if isinstance(use, Routed)]
+        kinds = {(use.scale, use.experts, use.left.tensor.dtype, use.right.tensor.dtype, use.given) for use in routed}
+        if len(routed) < len(uses) or len(kinds) > 1:
+            return None
+        left, right = (
+            Dense(torch.cat([side.tensor for side in sides], 1))
+            for sides in ([use.left for use in routed], [use.right for use in routed])
+        )
+        return replace(routed[0], left=left, right=right, ids=torch.cat([use.ids for use in routed], 1))
 
     def parts(self) -> Iterator[Parts]:
         """All that have a position. Those with up to half as many again go together."""

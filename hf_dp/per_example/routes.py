@@ -28,7 +28,8 @@ _BY_ROWS = frozenset(
         *("silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "leaky_relu", "elu", "hardtanh", "relu6", "mish"),
         *("logsigmoid", "hardswish", "hardsigmoid", "selu", "celu", "square", "abs", "relu_"),
         *("clamp", "clamp_", "clamp_min", "clamp_max", "minimum", "maximum", "masked_fill", "masked_fill_", "where"),
-        *("to", "type", "float", "half", "bfloat16", "double", "int", "long", "type_as", "contiguous", "clone"),
+        *("zeros_like", "empty_like", "new_zeros", "expand", "expand_as", "type_as", "contiguous", "clone"),
+        *("to", "type", "float", "half", "bfloat16", "double", "int", "long"),
         *("dropout", "linear", "_grouped_mm", "grouped_mm_fallback"),
     )
 )
@@ -53,11 +54,16 @@ class Places(NamedTuple):
         return self.rows // (self.of // batch_size)
 
 
+# Of tensors by their identity.
+Known = dict[int, Places | None]
+
+
 class Routes:
     """Where the rows of tensors come from, in one micro-batch of `batch_size` examples, B."""
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
+        # With torch's count of writes then: who writes through a view changes whose rows they are.
         self._places: Any = WeakIdKeyDictionary()
         self._in_order: dict[tuple[int, torch.device], Places] = {}
 
@@ -76,36 +82,49 @@ class Routes:
         Returns:
             None where they are not known, or are more of one example than of another.
         """
-        places = self._places.get(tensor)
+        if self._batch_size == 1:
+            return torch.arange(len(tensor), device=tensor.device) if is_sorted else None
+        places = self.of(tensor)
         if places is None or len(places.rows) % self._batch_size or (self._are_in_order(places) and not is_sorted):
             return None
         order: Tensor = places.rows.argsort(stable=True)
         owners = places.owners(self._batch_size)[order].view(self._batch_size, -1)
         return order if bool((owners == torch.arange(self._batch_size, device=owners.device)[:, None]).all()) else None
 
+    def of(self, tensor: Tensor) -> Places | None:
+        """Where its rows come from, if that is known."""
+        places, version = self._places.get(tensor, (None, 0))
+        return places if version == _writes(tensor) else None
+
     def note(self, tensor: Tensor, places: Places | None) -> None:
         """Where its rows come from, or that nobody knows."""
         if places is None:
             self._places.pop(tensor, None)
         elif tensor.shape[:1] == places.rows.shape:
-            self._places[tensor] = places
+            self._places[tensor] = places, _writes(tensor)
 
     def in_order(self, rows: int, device: torch.device) -> Places:
         """Those of so many rows that lie in order."""
         return self._in_order.setdefault((rows, device), Places(torch.arange(rows, device=device), rows))
 
-    def followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Places | None:
-        """Those of what an operation gave."""
+    def followed(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, known: Known
+    ) -> Places | None:
+        """Those of what an operation gave, from what was known of its arguments before."""
         source = args[0] if args and isinstance(args[0], Tensor) else None
-        before: Places | None = None if source is None else self._places.get(source)
+        before = None if source is None else known.get(id(source))
         if source is None or before is None:
             return None
         name = str(getattr(func, "__name__", ""))
-        if name in ("__getitem__", "index_select") and not kwargs:
-            index = args[-1]
-            if _are_numbers(index) and (name == "__getitem__" or args[1] == 0):
+        if name in ("__getitem__", "index_select"):
+            index = _picked_by(name, args, kwargs)
+            if index is not None:
                 return self._sorted_back(before._replace(rows=before.rows[index]))
-            return before if name == "__getitem__" and _keeps_first(index, source.dim()) else None
+            return before if name == "__getitem__" and _keeps_first(args[1], source.dim()) else None
+        if name in ("repeat_interleave", "repeat"):
+            return self._repeated(name, before, args[1:], kwargs)
+        if name in ("index_add", "index_add_"):
+            return before if self._are_added_back(before, args, kwargs, known) else None
         if name == "sort":
             return before._replace(rows=before.rows[output[1]]) if source.dim() == 1 else None
         if name in ("view", "reshape", "flatten") and isinstance(output, Tensor) and output.dim():
@@ -118,17 +137,17 @@ class Routes:
         # Norms are over as many of the last axes as they are given sizes.
         is_by_rows |= name in _NORMS and len(args) > 1 and len(args[1]) < source.dim()
         made = tensors_in(output)
-        others = [a for a in tensors_in(args[1:], kwargs) if a in self._places]
+        others = [a for a in tensors_in(args[1:], kwargs) if known.get(id(a)) is not None]
         if not is_by_rows or not all(one.shape[:1] == before.rows.shape for one in made):
             return None
         # What has fewer axes is not laid beside the first one.
         dims = {a.dim() for a in (source, *others)} if name in _BY_ROWS else set()
         is_aligned = dims <= {one.dim() for one in made}
-        return before if is_aligned and all(self._are_same(before, self._places[a]) for a in others) else None
+        return before if is_aligned and all(self._are_same(before, known[id(a)]) for a in others) else None
 
     def is_restored(self, tensor: Tensor) -> bool:
         """Whether its rows are known to lie in order."""
-        places = self._places.get(tensor)
+        places = self.of(tensor)
         return places is not None and self._are_in_order(places)
 
     def _sorted_back(self, places: Places) -> Places:
@@ -138,9 +157,27 @@ class Routes:
         is_whole = len(rows) % of == 0 and torch.equal(rows, known.rows // (len(rows) // of))
         return known if is_whole else places
 
-    def _are_same(self, first: Places, second: Places) -> bool:
+    def _repeated(self, name: str, before: Places, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Places | None:
+        """Of each row several: one after another, or all once more after all."""
+        times = args[0] if args else kwargs.get("repeats")
+        if name == "repeat_interleave":
+            axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            rows = before.rows.repeat_interleave(times) if isinstance(times, int) and axis == 0 else None
+            return None if rows is None else self._sorted_back(before._replace(rows=rows))
+        sizes = times if isinstance(times, (tuple, list)) else args
+        return before._replace(rows=before.rows.repeat(sizes[0])) if sizes and isinstance(sizes[0], int) else None
+
+    def _are_added_back(self, before: Places, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known) -> bool:
+        """Whether each row is added to one of the same example."""
+        if len(args) != 4 or kwargs or args[1] != 0 or (added := known.get(id(args[3]))) is None:
+            return False
+        return self._are_same(added, before._replace(rows=before.rows[args[2]]))
+
+    def _are_same(self, first: Places, second: Places | None) -> bool:
         """Whether rows are of the same examples."""
-        return first is second or torch.equal(*(one.owners(self._batch_size) for one in (first, second)))
+        if first is second or second is None:
+            return first is second
+        return torch.equal(*(one.owners(self._batch_size) for one in (first, second)))
 
     def _are_in_order(self, places: Places) -> bool:
         return places is self._in_order.get((places.of, places.rows.device))
@@ -157,11 +194,12 @@ class _Following(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [(a, a._version) for a in tensors_in(args, kwargs) if not a.is_inference()]
+        given = [(a, _writes(a)) for a in tensors_in(args, kwargs)]
+        known = {id(a): self._routes.of(a) for a, _ in given}
         output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            places = self._routes.followed(func, args, kwargs, output)
-        changed = [tensor for tensor, version in given if tensor._version != version]
+            places = self._routes.followed(func, args, kwargs, output, known)
+        changed = [tensor for tensor, count in given if _writes(tensor) != count]
         for one in (*tensors_in(output), *changed):
             self._routes.note(one, places)
         return output
@@ -187,8 +225,11 @@ def followed(
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = [a for a in tensors_in(args, kwargs) if a.dim()]
-        for one in in_order(given):
-            routes.note(one, routes.in_order(len(one), one.device))
+        known = [a for a in given if routes.of(a) is not None]
+        # Within another such module, of rows that were sorted there, no others are taken for rows in order.
+        for one in in_order(given) if all(map(routes.is_restored, known)) else ():
+            if routes.of(one) is None:
+                routes.note(one, routes.in_order(len(one), one.device))
         with _Following(routes):
             output = forward(*args, **kwargs)
         for one in filter(routes.is_restored, tensors_in(output)):
@@ -208,8 +249,26 @@ def followed(
 
 def _may_route(module: nn.Module) -> bool:
     """Whether a module may hold matrices of experts: some parameter has three axes, and torch does not say what for."""
-    own = module._parameters.values()
-    return any(p is not None and p.dim() == 3 for p in own) and not type(module).__module__.startswith("torch.nn.")
+    weights = module._modules.get("parametrizations")
+    own = [*module._parameters.values(), *([] if weights is None else weights.parameters())]
+    is_torchs = all(kind.__module__.startswith("torch.") for kind in type(module).__mro__[:-1])
+    return any(p is not None and p.dim() == 3 for p in own) and not is_torchs
+
+
+def _writes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _picked_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The numbers of the rows that are picked, all else being left as it is."""
+    if name == "index_select":
+        axis, index = kwargs.get("dim", args[1] if len(args) > 1 else None), kwargs.get("index", args[-1])
+        return index if axis == 0 and _are_numbers(index) else None
+    first, *rest = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if isinstance(first, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in first):
+        first = torch.tensor(first, device=args[0].device)
+    is_all = all(part is Ellipsis or part == slice(None) for part in rest if not isinstance(part, Tensor))
+    return first if _are_numbers(first) and is_all and not any(isinstance(part, Tensor) for part in rest) else None
 
 
 def _are_numbers(index: Any) -> bool:

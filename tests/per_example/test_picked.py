@@ -230,3 +230,47 @@ def test_tables_and_pictures_that_fill_up_are_no_rows_of_examples() -> None:
         assert picked.picked_by(table[ids.flatten()]) is None
         assert picked.picked_by(pictures.flatten(0, 1)[torch.tensor([0, 1, 3, 4, 5])]) is None
         assert picked.picked_by(ids.flatten()[ids.flatten() > 1]) == "getitem"
+
+
+class ByKind(nn.Module):
+    """Examples of two kinds, which `how` lays one kind after the other, and back."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.table, self.inner, self.out = how, nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, ids: Tensor, kind: Tensor) -> Tensor:
+        h = self.table(ids)
+        made = self.inner(self.how(h, kind)).cos().reshape(h.shape)
+        order = kind.argsort(stable=True)
+        return self.out((h + torch.zeros_like(h).index_copy(0, order, made)).mean(1))
+
+
+def of_kinds(*kinds: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(len(kinds))
+    ids = torch.randint(0, 9, (len(kinds), 5), generator=generator)
+    return {"input_ids": ids, "kind": torch.tensor(kinds), "labels": torch.arange(len(kinds)) % 3}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(lambda h, kind: torch.cat([h[kind == 0], h[kind == 1]]), id="joined"),
+        pytest.param(lambda h, kind: h[kind.argsort(stable=True)], id="sorted"),
+        pytest.param(lambda h, kind: h[kind.argsort(stable=True)].view(-1, 6), id="sorted, and their positions"),
+    ],
+)
+def test_failure_97_examples_sorted_by_kind_where_the_check_saw_one_kind(how: Any) -> None:
+    def losses(model: Any, data: Any) -> Tensor:
+        logits = model(data["input_ids"], data["kind"])
+        return F.cross_entropy(logits, data["labels"], reduction="none")
+
+    model = ByKind(how)
+    certificate = preflight(model, losses, of_kinds(0, 0, 0))
+    same = of_kinds(0, 0, 0, 0, 0)
+    found = record(model, losses, same, certificate=certificate)
+    assert relative_error(found, loop(model, losses, same)) <= 1e-12
+    with pytest.raises(UnsupportedModelError, match="its rows were picked, and are not one of each"):
+        record(model, losses, of_kinds(1, 0, 1, 0, 0), certificate=certificate)

@@ -60,6 +60,11 @@ def test_norms_of_what_is_used_several_times() -> None:
     expected = by_hand(one) + by_hand(two) + values
     torch.testing.assert_close(squared_norms([one, two, PerExample(values)])[0], norms_of(expected))
     torch.testing.assert_close(squared_norms([one, two])[0], norms_of(by_hand(one) + by_hand(two)))
+    joined = Routed.joined([one, two])
+    assert joined is not None
+    torch.testing.assert_close(by_hand(joined), by_hand(one) + by_hand(two))
+    assert Routed.joined([one, two.scaled(2.0)]) is None
+    assert Routed.joined([one, PerExample(values)]) is None
 
 
 def test_sums_of_all_of_some_and_of_none() -> None:

@@ -56,6 +56,12 @@ BY_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "in another shape": lambda x: x[PERM].view(ROWS, 2, 3).sum(1),
     "weighted by as many": lambda x: x[PERM] * x[:, :1][PERM],
     "index_select": lambda x: x.index_select(0, PERM),
+    "picked with all features": lambda x: x[PERM, :],
+    "picked by a list": lambda x: x[PERM.tolist()],
+    "index_select by name": lambda x: x.index_select(dim=0, index=PERM),
+    "for two experts each": lambda x: x.repeat_interleave(2, dim=0)[2 * PERM],
+    "laid out for two, and picked": lambda x: x[:, None].expand(-1, 2, -1).reshape(2 * ROWS, 6)[2 * PERM + 1],
+    "once more after all": lambda x: x.repeat(2, 1)[PERM + ROWS],
     "picked twice": lambda x: x[PERM.flip(0)][torch.arange(ROWS).flip(0)],
 }
 
@@ -73,6 +79,8 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "a softmax over rows": lambda x: x[PERM].softmax(0),
     "a product of rows": lambda x: torch.ones(ROWS, ROWS) @ x[PERM],
     "written in place": lambda x: x[PERM].index_copy_(0, PERM, torch.ones(ROWS, 6)),
+    "written through a view": lambda x: written(x[PERM]),
+    "added to others": lambda x: torch.zeros_like(x).index_add(0, PERM.flip(0), x[PERM]),
     "set": lambda x: set_rows(x[PERM]),
     "laid along the other axis": lambda x: torch.ones(ROWS, ROWS) * x[PERM][:, 0],
     "beside rows of others": lambda x: x[PERM] * x[PERM.flip(0)],
@@ -81,6 +89,11 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x[PERM][:, :, None].expand(-1, -1, ROWS).transpose(0, 2),
     "sorted by their numbers": lambda x: x[PERM].sort(0)[0],
 }
+
+
+def written(x: Tensor) -> Tensor:
+    x.view(-1).copy_(torch.ones(ROWS * 6))
+    return x
 
 
 def set_rows(x: Tensor) -> Tensor:
@@ -97,6 +110,7 @@ def test_rows_in_order_are_read_as_they_are_unless_it_matters() -> None:
     assert order_after(lambda x: x * 2, is_sorted=False) is None
     assert order_after(lambda x: x * 2) == list(range(ROWS))
     assert order_after(lambda x: x[PERM][PERM.argsort()], is_sorted=False) is None
+    assert order_after(lambda x: torch.zeros_like(x).index_add_(0, PERM, x[PERM])) == list(range(ROWS))
 
 
 def test_positions_of_several_experts_are_those_of_their_token() -> None:
@@ -119,6 +133,28 @@ def test_what_is_in_order_again_is_told() -> None:
             module(x)
         assert (told == [module.made]) if is_told else not told
         told.clear()
+
+
+def test_of_a_single_example_all_rows_are_its_own() -> None:
+    assert Routes(1).order(torch.ones(3, 2), is_sorted=True).tolist() == [0, 1, 2]  # type: ignore[union-attr]
+
+
+def test_within_a_module_that_sorts_another_takes_no_other_rows_for_rows_in_order() -> None:
+    routes, inner = Routes(B), Sorts(lambda x: x)
+    with followed([inner], routes, lambda given: [*given], lambda tensor: None):
+        rows = torch.randn(ROWS, 6)
+        routes.note(rows, routes.in_order(ROWS, rows.device)._replace(rows=PERM))
+        inner(rows)
+    assert routes.order(rows, is_sorted=True).tolist() == sorted_back(PERM)  # type: ignore[union-attr]
+
+
+def test_matrices_behind_a_parametrization_are_seen() -> None:
+    module = Sorts(lambda x: x[PERM])
+    nn.utils.parametrize.register_parametrization(module, "matrices", nn.Identity())
+    routes, x = Routes(B), torch.randn(ROWS, 6)
+    with followed([module], routes, lambda given: [x], lambda tensor: None):
+        module(x)
+    assert routes.order(module.made, is_sorted=True) is not None  # type: ignore[arg-type]
 
 
 def test_modules_that_hold_no_matrices_and_those_of_torch_are_left_alone() -> None:

@@ -56,6 +56,16 @@ def test_they_are_trained(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(after[name], before[name]) != p.requires_grad for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_experts_are_trained_where_checkpoints_compute_them_again(tmp_path: Path, reentrant: bool) -> None:
+    """A frozen weight is taken out and put back there once more, which changes nothing of it."""
+    made = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    parts = {"train_dataset": data(), "data_collator": pad_for_language}
+    run = make(tmp_path, model_of("qwen3_moe"), parts=parts, max_steps=1, **made)
+    run.train()
+    assert run.ledger.steps == 1
+
+
 @pytest.mark.slow
 def test_they_are_trained_in_a_loop_that_evaluates_between_steps() -> None:
     model = model_of("llama")

@@ -197,3 +197,45 @@ def test_without_a_module_that_sorts_they_are_refused_with_a_way_out() -> None:
 def outside(model: Any, whole: Callable[..., Tensor], *args: Tensor) -> Tensor:
     model.experts.__dict__["matrices"] = model.matrices
     return whole(*args)
+
+
+def test_rows_sorted_before_a_module_got_them_are_refused_where_the_check_saw_one_expert() -> None:
+    """Beside rows in order, with as many: in the check they were in order too."""
+
+    class Beside(Experts):
+        def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            ids = chosen[:, 0]
+            order, offsets = ids.argsort(stable=True), torch.bincount(ids, minlength=EXPERTS).cumsum(0).int()
+            return self.multiplied(tokens, tokens[order], offsets)[order.argsort()]
+
+    class Inner(nn.Module):
+        def __init__(self, matrices: nn.Parameter) -> None:
+            super().__init__()
+            self.matrices = matrices
+
+        def forward(self, tokens: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+            return grouped(rows, self.matrices, offsets).tanh()
+
+    model = Routed()
+    model.experts.__class__ = Beside
+    model.experts.multiplied = Inner(model.experts.matrices)
+    del model.experts.matrices, model.experts.scales
+    with torch.no_grad():
+        model.router.weight.zero_()
+        model.router.bias.copy_(torch.tensor([9.0, 1.0, 0.0, 0.0]))
+    certificate = preflight(model, losses, data(3))
+    with torch.no_grad():
+        model.router.weight.normal_(std=30)
+    with pytest.raises(UnsupportedModelError, match="grouped_mm"):
+        record(model, losses, data(6), certificate=certificate)
+
+
+@pytest.mark.parametrize("top", [1, 2])
+def test_texts_of_one_token_are_exact_too(top: int) -> None:
+    model = zoo.tiny("qwen3_moe", "sequence", num_experts_per_tok=top)
+    certificate = preflight(model, per_example_losses, zoo.text_batch("sequence"))
+    for size in (1, 2, 4):
+        batch = zoo.text_batch("sequence", size)
+        batch = {name: value[:, :1] if value.dim() > 1 else value for name, value in batch.items()}
+        found = record(model, per_example_losses, batch, certificate=certificate)
+        assert relative_error(found, loop(model, per_example_losses, batch)) <= 1e-10
