@@ -16,7 +16,8 @@ from torch import nn
 from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.mixing_dataset import is_alike
 from hf_dp.errors import ConfigurationError
-from hf_dp.per_example.checks.held import Held, computing, entries, put, role_of
+from hf_dp.per_example.checks.beside import computing
+from hf_dp.per_example.checks.held import Held, entries, put, role_of
 from hf_dp.per_example.checks.values import NOTHING, SCALARS, same
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 

@@ -28,13 +28,14 @@ from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
 from hf_dp.per_example import RULES, Certificate, PerExampleGradients, Rule, preflight, record
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses
+from hf_dp.per_example.checks.beside import beside
 from hf_dp.per_example.checks.coins import NotingDraws
-from hf_dp.per_example.checks.held import beside
 from hf_dp.per_example.checks.installed import Installed, warn_of_change
 from hf_dp.per_example.checks.kept import Memory
 from hf_dp.per_example.checks.memory import unchanged_weights
 from hf_dp.per_example.checks.padding import check_padding
 from hf_dp.per_example.checks.quantised import check_quantised
+from hf_dp.per_example.checks.reads import AsRead
 from hf_dp.per_example.checks.state import unchanged_state, uncompiled
 from hf_dp.per_example.checks.strangers import check_strangers
 from hf_dp.per_example.checks.survey import survey
@@ -103,6 +104,7 @@ class Engine:
         self._certificate: Certificate | None = None
         self._memory: Memory | None = None
         self._switches = Switches()
+        self._read: AsRead | None = None
         self._installed: Installed | None = None
         self._moved, self._met = list[float](), list[Any]()
 
@@ -147,10 +149,9 @@ class Engine:
         return losses * shares.to(losses.device, non_blocking=True)
 
     def micro_batches(self, item: Mapping[str, Any]) -> Generator[MicroBatch]:
-        """Of one logical batch, once those that are wider or narrower than all before are known to do no harm, and so
-        are other modules and hooks than were checked."""
+        """Of one logical batch, once what is new since the check, rows, modules or values, is known to do no harm."""
         if self._installed is not None and not self._installed.is_of(self.model):
-            self._check_again(has_others=True)
+            self._check_again()
         collate: Any = self.loader.collate_fn
         for rows in item.get("unlike", []):
             self._met = outermost([*self._met, *rows], collate.widths)
@@ -168,14 +169,14 @@ class Engine:
                 why="each unit is clipped as one.",
                 fix="hand on the items of the loader as they are.",
             )
-        if self._memory is not None and self._memory.was_moved():
-            self._check_again(has_others=False)
-        yield from self._keeping_nothing(map(MicroBatch, map(self.prepare, batches), owners))
-
-    def _keeping_nothing(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """`batches`, after which nothing must be left of them."""
+        self._switches.refuse_on_again()
+        if self._read is not None and (changed := self._read.changed()) is not None:
+            self._check_again(changed)
+        # Nothing must be left of them.
         with nullcontext() if self._memory is None else self._memory.unmoved():
-            yield from batches
+            yield from map(MicroBatch, map(self.prepare, batches), owners)
+        if self._read is not None:
+            self._read.note()
 
     def dummies(self, item: Mapping[str, Any]) -> Iterator[MicroBatch]:
         """Of one logical batch, so that all ranks compute as many micro-batches. All call it together."""
@@ -197,8 +198,7 @@ class Engine:
             return survey(self.model, self._loss, few, rules=self._rules)
 
     def check(self) -> None:
-        """Holds model, collator and data against what each example does by itself. Spends nothing. Where there is a
-        terminal, a line counts its passes.
+        """Holds model, collator and data against what each example does by itself; it spends nothing.
 
         Raises:
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
@@ -214,8 +214,8 @@ class Engine:
         # Ranks that share weights would have to look again at the same time.
         self._installed = None if is_sharded(self.model) else Installed(self.model)
 
-    def _check_again(self, has_others: bool) -> None:
-        warn_of_change(has_others)
+    def _check_again(self, changed: str | None = None) -> None:
+        warn_of_change(changed)
         memory = self._memory
         try:
             self.check()
@@ -236,8 +236,7 @@ class Engine:
         self.model.train()
         check_quantised(beside(self.model, self._loss))
         self._memory, self._moved = None, []
-        memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss)
-        self._switches = memory.switches
+        memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss, self._switches)
         with memory.restored(), uncompiled(), unchanged_global_state():
             check_order(dataset.dataset, self._collate)  # before a row is read
             with unchanged_state(self.model):
@@ -266,6 +265,7 @@ class Engine:
                 self._check_losses(self.model, short, (self._batch([row]) for row in few))
         memory.ask_of(short)
         self._memory = memory
+        self._read = None if is_sharded(self.model) else AsRead(self.model, memory.read_by(short))
         # Ranks that share weights would have to look at a wider row at the same time.
         uneven = outermost(uneven, collate.widths, ends)
         collate.check_cut(uneven, self._moved)

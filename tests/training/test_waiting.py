@@ -27,7 +27,7 @@ from hf_dp.data import hidden, left_padding
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import ieee, preflight, record
 from hf_dp.per_example.checks import kept
-from hf_dp.per_example.checks.kept import Memory
+from hf_dp.per_example.checks.reads import AsRead
 from hf_dp.step import private_gradient
 from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.training.engine import Engine
@@ -270,15 +270,19 @@ def waits_of_a_training(
         with waits.not_counted():
             return same(one, other)
 
-    def looked(memory: Memory) -> bool:
-        # Before the first one.
-        with waits.not_counted():
-            return was_moved(memory)
+    def outside(what: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        # Before the first one, and after the last.
+        def done(read: Any) -> Any:
+            with waits.not_counted():
+                return what(read)
 
-    recorded_by, prepared, same, was_moved = Engine.record, Trainer._prepare_inputs, kept.same, Memory.was_moved
+        return done
+
+    recorded_by, prepared, same = Engine.record, Trainer._prepare_inputs, kept.same
     is_padded, shows_all = left_padding._is_padded, hidden._shows_all
     monkeypatch.setattr(private_gradient, "ClippedSum", Sum)
-    monkeypatch.setattr(Memory, "was_moved", looked)
+    monkeypatch.setattr(AsRead, "changed", outside(AsRead.changed))
+    monkeypatch.setattr(AsRead, "note", outside(AsRead.note))
     monkeypatch.setattr(Engine, "record", noted)
     monkeypatch.setattr(kept, "same", compared)
     monkeypatch.setattr(Trainer, "_prepare_inputs", moved)

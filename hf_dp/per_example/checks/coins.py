@@ -71,16 +71,16 @@ def without_shared_coins(
             losses = watch.forward(model, loss_fn, batch)
         return uses, [*rows, losses.detach().reshape(size, 1)]
 
-    off, before = list[str](), _states(model)
+    off, before = dict[str, str](), _states(model)
     with _named(model) as stack:
         while found := shared_draws(observed, size, lambda: stack[-1] if stack else ""):
             if not found[0].is_shared:
                 check_without_dropout(model, loss_fn, batch, rules=rules, readings=readings)
             dropouts = {draw.place: m for draw in found if isinstance(m := model.get_submodule(draw.place), _DropoutNd)}
-            if found[0].place not in dropouts:
+            if found[0].place not in dropouts or off.keys() & dropouts.keys():  # the model switches it on again
                 raise _refusal(found[0], type(model).__name__)
             for name, module in dropouts.items():
-                off.append(switches.turn_off(module, "p", 0.0, f"{name}.p={module.p}"))
+                off[name] = switches.turn_off(module, "p", 0.0, f"{name}.p={module.p}")
         copies = take(batch, [0] * size)
         # Also where nothing was drawn: a model may draw where rows are alike.
         if drawn := differing_copies(lambda: observed(copies), size, lambda: stack[-1] if stack else ""):
@@ -94,7 +94,7 @@ def without_shared_coins(
     if _states(model) != before:
         raise _unseen("a generator of its own")
     if off:
-        warn_of(off)
+        warn_of([*off.values()])
 
 
 def that_count(

@@ -9,7 +9,6 @@ import types
 from collections import UserDict, UserList, deque
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import is_dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -55,7 +54,7 @@ class Held:
         for path, root in [*self.owners.items()]:
             self._enter(path, root)
         for kind in dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in self._kinds)):
-            if _is_own(kind):
+            if is_own(kind):
                 self.owners[name := f"class {kind.__module__}.{kind.__qualname__}"] = kind
                 self._enter(name, kind)
 
@@ -85,7 +84,7 @@ class Held:
                     continue
                 for inner, one in items:
                     one = one.__self__ if isinstance(one, types.MethodType) else one
-                    if id(one) not in self._seen and number < _HOLDERS and _is_holder(one):
+                    if id(one) not in self._seen and number < _HOLDERS and is_holder(one):
                         number += 1
                         self._seen.add(id(one))
                         self._kinds[type(one)] = None
@@ -96,8 +95,7 @@ class Held:
     def put_back(self) -> Iterator[None]:
         """What is held is as it was then, at the end: the same objects, with the same in them."""
         names = {path: dict(entries(owner)) for path, owner in self.owners.items()}
-        lists = [place for place, value in self.values.items() if type(value) in (list, deque)]
-        items = {place: list(names[place[0]][place[1]]) for place in lists}
+        items = {place: list(names[place[0]][place[1]]) for place, value in self.values.items() if _is_list(value)}
         try:
             yield
         finally:
@@ -121,6 +119,10 @@ class Held:
                     put(self.owners[place[0]], place[1], value)
 
 
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, deque)
+
+
 def _is_again(one: Any, was: Any) -> bool:
     """Whether an item of a list is, or could be made, what it was."""
     return same(copied_within(one), was) or refill(one, was)
@@ -136,7 +138,7 @@ def put(owner: Any, name: Any, value: Any) -> None:
         else:
             owner[name] = value
     elif isinstance(owner, types.FunctionType):
-        if name in (cells := _cells(owner)):
+        if name in (cells := cells_of(owner)):
             cells[name].cell_contents = None if value is NOTHING else value
         elif value is NOTHING:
             owner.__globals__.pop(name, None)
@@ -179,8 +181,8 @@ def entries(holder: Any) -> Iterable[tuple[Any, Any]]:
 
 def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function names: in the functions around it, and in its file."""
-    cells, names = _cells(function), function.__globals__
-    for name in _names(function.__code__):
+    cells, names = cells_of(function), function.__globals__
+    for name in names_in(function.__code__):
         if name in cells:
             with suppress(ValueError):  # it is empty
                 yield name, cells[name].cell_contents
@@ -188,20 +190,20 @@ def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, names[name]
 
 
-def _cells(function: Any) -> dict[str, Any]:
+def cells_of(function: Any) -> dict[str, Any]:
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
 @functools.cache
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    inner = [_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+def names_in(code: types.CodeType) -> tuple[str, ...]:
+    inner = [names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
     return tuple(dict.fromkeys(chain(code.co_freevars, code.co_names, *inner)))
 
 
 @functools.cache
 def _slots(kind: Any) -> tuple[str, ...]:
     found: list[str] = []
-    for one in filter(_is_own, kind.__mro__):
+    for one in filter(is_own, kind.__mro__):
         slots = vars(one).get("__slots__", ())
         found += [slots] if isinstance(slots, str) else slots
     return tuple(name for name in found if not name.startswith("__"))
@@ -214,8 +216,13 @@ def role_of(value: Any) -> int:
     return role
 
 
-def _is_holder(value: Any) -> bool:
-    return role_of(value) == _HOLDER and (not isinstance(value, types.FunctionType) or _is_own(value))
+def is_value(value: Any) -> bool:
+    """Whether it is a number, words, a tensor, an array, or a series or set of these."""
+    return role_of(value) in (_SCALAR, _COPIED)
+
+
+def is_holder(value: Any) -> bool:
+    return role_of(value) == _HOLDER and (not isinstance(value, types.FunctionType) or is_own(value))
 
 
 def _role(kind: type) -> int:
@@ -224,77 +231,19 @@ def _role(kind: type) -> int:
     if issubclass(kind, COPIED):
         # A list of a class of its own cannot be made again.
         return _OTHER if issubclass(kind, (list, deque, set, frozenset)) and kind not in COPIED else _COPIED
-    # Others keep settings, and how far a training is, in such classes; what hf_dp notes is never put back.
-    is_told = is_dataclass(kind) and not kind.__module__.startswith("hf_dp")
-    is_object = (_is_own(kind) or is_told) and not issubclass(kind, _NO_OBJECT)
+    is_object = is_own(kind) and not issubclass(kind, _NO_OBJECT)
     return _HOLDER if is_object or issubclass(kind, _OF_NAMES) else _OTHER
 
 
-def _is_own(kind: type | types.FunctionType) -> bool:
+def is_own(kind: type | types.FunctionType) -> bool:
     """Whether it is a class or a function of the user's, or of what is not known to hold nothing."""
-    return not _is_library((kind.__module__ or "").partition(".")[0])
+    return not is_library((kind.__module__ or "").partition(".")[0])
 
 
 @functools.cache
-def _is_library(root: str) -> bool:
+def is_library(root: str) -> bool:
     if root in _LIBRARIES or root in sys.stdlib_module_names:
         return True
     # What is installed keeps files, threads and caches, which cannot be put back by halves.
     place = Path(getattr(sys.modules.get(root), "__file__", None) or "")
     return not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
-
-
-def beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:
-    """What holds something besides the model's own modules, by a name: what computes losses, and modules that it, or a
-    module of the model, holds unregistered."""
-    own = {id(module) for module in model.modules()}
-    unregistered = (
-        (f"{path}.{name}".lstrip("."), module)
-        for path, owner in model.named_modules()
-        for name, module in _modules({n: v for n, v in vars(owner).items() if n not in _values.OF_MODULES})
-    )
-    for name, holder in chain(computing(loss), unregistered):
-        if not isinstance(holder, nn.Module):
-            yield name, holder
-        elif not any(id(module) in own for module in holder.modules()):
-            for path, module in holder.named_modules():
-                yield ".".join(filter(None, (name, path))), module
-
-
-def computing(loss: Any) -> Iterator[tuple[str, Any]]:
-    """What computes losses, and modules that it, its class or its closure holds."""
-    while isinstance(loss, functools.partial):
-        given = {**{str(i): value for i, value in enumerate(loss.args)}, **loss.keywords}
-        yield from _modules(given)
-        yield "functools.partial", types.SimpleNamespace(**given)
-        loss = loss.func
-    owner = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
-    if owner is None:
-        yield from _closure(loss)
-        if isinstance(loss, types.FunctionType) and _is_own(loss):
-            yield loss.__qualname__, loss
-        owner = None if hasattr(loss, "__code__") else loss
-    if not hasattr(owner, "__dict__"):
-        return
-    kind = type(owner)
-    yield kind.__name__, owner
-    if not isinstance(owner, nn.Module):
-        for name, module in _modules({**vars(kind), **vars(owner)}):
-            yield f"{kind.__name__}.{name}", module
-        for method in vars(kind).values():
-            yield from _closure(method)
-
-
-def _modules(values: dict[Any, Any]) -> Iterator[tuple[str, nn.Module]]:
-    for name, value in values.items():
-        if isinstance(value, nn.Module):
-            yield str(name), value
-        elif isinstance(value, (list, tuple, dict)):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((f"{name}[{key}]", one) for key, one in islice(items, _ITEMS) if isinstance(one, nn.Module))
-
-
-def _closure(function: Any) -> Iterator[tuple[str, nn.Module]]:
-    for name, cell in _cells(function).items() if isinstance(function, types.FunctionType) else ():
-        with suppress(ValueError):  # it is empty
-            yield from _modules({name: cell.cell_contents})

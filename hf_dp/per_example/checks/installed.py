@@ -34,17 +34,22 @@ class Installed:
         return len(now) == len(self._found) and all(map(_is, now, self._found))
 
 
-def warn_of_change(has_others: bool) -> None:
-    """Says that what was checked is no more, and is checked again: the model `has_others`, or losses follow from what
-    has changed (see `Memory`)."""
+def warn_of_change(changed: str | None = None) -> None:
+    """Says that what was checked is no more, and is checked again: the value of this name has `changed`, or the model
+    has other modules or hooks."""
+    if changed is not None:
+        ranks.warn(
+            logger,
+            "%s, which the losses read, is another than when they were checked, so the check before the first step is "
+            "made again, as each time that such a value changes.",
+            changed,
+        )
+        return
     ranks.warn(
         logger,
         "The model has other modules, forward methods or hooks than were checked, so the check before the first step "
         "is made again, as each time that there are new ones: what a callback hooks to the model is best there before "
-        "train(), and one function. output_hidden_states=True in an evaluation hooks to it once."
-        if has_others
-        else "A value that losses follow from (of the model, its config or what computes them) is another than was "
-        "checked, so the check before the first step is made again, as each time that it changes.",
+        "train(), and one function. output_hidden_states=True in an evaluation hooks to it once.",
     )
 
 

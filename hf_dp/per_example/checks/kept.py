@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.checks.held import Held, Place, beside, put
+from hf_dp.per_example.checks.beside import beside
+from hf_dp.per_example.checks.held import Held, Place, put
+from hf_dp.per_example.checks.reads import Reads, reads_of
 from hf_dp.per_example.checks.state import is_saved, put_back
 from hf_dp.per_example.checks.switches import Switches
 from hf_dp.per_example.checks.values import NOTHING, copied, copied_within, emptied, far, same
@@ -35,24 +37,16 @@ class Memory:
         loss: what computes them. Looked at as well are the object that it is a method of, what it names in its closure
             and its file, and modules that these, or a module of the model, hold unregistered: all of their buffers, and
             those of their parameters that passes write to.
-
-    Attributes:
-        switches: what was switched off since, and stays so.
+        switches: what is switched off in the model, and stays so whatever is put back.
     """
 
-    def __init__(self, model: nn.Module, losses: Losses, loss: Any = None) -> None:
-        self._model, self._losses = model, losses
+    def __init__(self, model: nn.Module, losses: Losses, loss: Any = None, switches: Switches | None = None) -> None:
+        self._model, self._losses, self._switches = model, losses, switches or Switches()
         self._beside = dict(beside(model, loss))
-        named = ((f"{path}.config".lstrip("."), getattr(m, "config", None)) for path, m in model.named_modules())
-        self._configs = {path: config for path, config in {id(one[1]): one for one in named}.values() if config}
-        self.switches = Switches()
         self._harmless: set[Place] = set()
         # Parameters, of modules beside the model, that every pass may write to (a teacher that follows the weights).
         self._moving: dict[Place, nn.Parameter] = {}
         self._probe: Any = None
-        # What was there after the latest step, or the check; and as the next one begins, where that was looked at.
-        self._left: dict[Place, Any] = {}
-        self._begun: dict[Place, Any] | None = None
 
     def refuse(self, one: Any, other: Any, probe: Any) -> None:
         """Refuses what depends on the content of a batch, and what losses follow from.
@@ -114,8 +108,7 @@ class Memory:
         if self._probe is None or is_sharded(self._model):
             yield
             return
-        before, writes = self._look() if self._begun is None else self._begun, self._writes()
-        self._begun = None
+        before, writes = self._look(), self._writes()
         try:
             yield
             self._refuse_moved(before, writes)
@@ -135,12 +128,9 @@ class Memory:
         for place in self._written_since(writes):
             if place not in self._moving:
                 raise _refused(place)
-        self._note_if_unread(self._refuse_read(self._probe, before, after))
-        self._left = after
-
-    def _note_if_unread(self, changed: dict[Place, tuple[Any, Any]]) -> None:
-        """What is changed in each step need not be asked about each time."""
+        changed = self._refuse_read(self._probe, before, after)
         for place, (was, now) in changed.items():
+            # What is changed in each step need not be asked about each time.
             if now is not NOTHING and self._is_alike(self._probe, {place: now}, {place: far(now, was)}):
                 self._note_unread(self._probe, place, now)
 
@@ -169,29 +159,17 @@ class Memory:
             self._harmless.add(place)
 
     def ask_of(self, probe: Any) -> None:
-        """From now on `unmoved` and `was_moved` ask for the losses of `probe`, a small batch."""
-        self._probe, self._left = probe, self._look()
+        """From now on `unmoved` asks for the losses of `probe`, a small batch."""
+        self._probe = probe
 
-    def was_moved(self) -> bool:
-        """Whether something has changed since the latest step, or the check, that losses follow from: a weight of a
-        term that grows, a flag, a value of a config. Not under FSDP2.
-
-        Raises:
-            ConfigurationError: what was switched off is on again.
-        """
-        self.switches.refuse_on_again()
-        if self._probe is None or is_sharded(self._model):
-            return False
-        self._begun = now = self._look()
-        try:
-            self._note_if_unread(self._refuse_read(self._probe, self._left, now))
-        except UnsupportedModelError:
-            return True
-        return False
+    def read_by(self, probe: Any) -> Reads:
+        """What the losses of a batch read, and where; nothing is left of the pass."""
+        with self._put_back(), unchanged_global_state(), reads_of(Held(self._holders()).owners) as found:
+            self._losses(probe)
+        return found
 
     def _holders(self) -> Iterator[tuple[str, Any]]:
         yield from self._model.named_modules()
-        yield from self._configs.items()
         yield from self._beside.items()
 
     def _parameters(self) -> dict[Place, nn.Parameter]:
@@ -235,7 +213,7 @@ class Memory:
             for holder in self._beside.values():
                 if isinstance(holder, nn.Module):
                     stack.enter_context(put_back(holder))
-            stack.callback(self.switches.put_off_again)
+            stack.callback(self._switches.put_off_again)
             stack.enter_context(Held(self._holders()).put_back())
             yield
 

@@ -125,7 +125,7 @@ def write_of(p: Tensor) -> Any:
     if not _AS_THEY_WERE or (known := _AS_THEY_WERE.get(p)) is None:
         return p._version
     if known[0] != p._version:
-        known = _AS_THEY_WERE[p] = p._version, _told(p)
+        known = _AS_THEY_WERE[p] = p._version, told_of(p)
     return known[1]
 
 
@@ -138,7 +138,7 @@ def buffers_told(model: nn.Module, known: Mapping[str, _Told]) -> dict[str, _Tol
         count = None if buffer is None or buffer.is_inference() else buffer._version
         mark = known.get(name)
         is_as_it_was = mark is not None and count is not None and mark[0] is buffer and mark[1] == count
-        found[name] = mark if is_as_it_was else (buffer, count, _told(buffer))  # type: ignore[assignment]
+        found[name] = mark if is_as_it_was else (buffer, count, told_of(buffer))  # type: ignore[assignment]
     return found
 
 
@@ -179,11 +179,11 @@ def _saved_buffers(modules: _Modules, *, as_is: bool = False) -> dict[_Place, Te
 def _others(modules: _Modules) -> dict[str, Any]:
     """What configurations hold, and extra state."""
     found = {
-        f"{path}.{name}": _told(value) for path, values in configurations(modules) for name, value in values.items()
+        f"{path}.{name}": told_of(value) for path, values in configurations(modules) for name, value in values.items()
     }
     for path, module in modules:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found[f"{path}._extra_state".lstrip(".")] = _told(module.get_extra_state())
+            found[f"{path}._extra_state".lstrip(".")] = told_of(module.get_extra_state())
     return found
 
 
@@ -207,29 +207,30 @@ def _checksums(model: nn.Module) -> dict[str, Any]:
     kept = dict(model.named_parameters(remove_duplicate=False)) | model.state_dict(keep_vars=True)
     kept = {name: value for name, value in kept.items() if name not in buffers}
     # A parameter is most often in both, and a tied one has several names.
-    told = {id(value): _told(value) for value in {id(value): value for value in kept.values()}.values()}
+    told = {id(value): told_of(value) for value in {id(value): value for value in kept.values()}.values()}
     return {name: told[id(value)] for name, value in kept.items()}
 
 
-def _told(value: Any) -> Any:
+def told_of(value: Any) -> Any:
+    """A checksum of tensors, and of what holds some; of anything else what it is."""
     if not isinstance(value, Tensor):
         return _told_of_others(value)
     value = value.detach()
     if isinstance(value, DTensor):
         value = value.to_local()
     if hasattr(value, "__tensor_flatten__"):
-        return [_told(getattr(value, name)) for name in value.__tensor_flatten__()[0]]
+        return [told_of(getattr(value, name)) for name in value.__tensor_flatten__()[0]]
     if value.layout is not torch.strided:
-        return [_told(part) for part in parts(value)]
+        return [told_of(part) for part in parts(value)]
     value = torch.view_as_real(value) if value.is_complex() else value
     return None if value.is_meta else int(bits_of(value.reshape(1, -1)))
 
 
 def _told_of_others(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _told(item) for key, item in value.items()}
+        return {key: told_of(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_told(item) for item in value]
+        return [told_of(item) for item in value]
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError):

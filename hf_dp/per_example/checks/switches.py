@@ -50,24 +50,31 @@ class Switches:
                 )
 
 
+def are_on(model: nn.Module) -> list[tuple[Any, str, Any, Any]]:
+    """(the module or config, the name, the value, what it is when off) of each that is on."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    found = []
+    for owner in [*configs.values(), *model.modules()]:
+        values = vars(owner)
+        ends = {n: off for n in values for end, off in _SWITCHES.items() if n.endswith(end)}
+        if "apply_spec_augment" not in values:
+            # There it is on wherever it masks anything.
+            ends |= {n: 0.0 for n in _SPEC_AUGMENT if n in values}
+        for name, off in ends.items():
+            if isinstance(values[name], (bool, int, float)) and values[name] != off:
+                found.append((owner, name, values[name], off))
+    return found
+
+
 def switch_off(model: nn.Module, switches: Switches | None = None) -> list[str]:
     """Switches off LayerDrop and SpecAugment, whose coins fall for a whole micro-batch.
 
     Returns:
         What was switched off, with the value that it had.
     """
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     found, switches = dict[str, None](), switches or Switches()
-    for owner in [*configs.values(), *model.modules()]:
-        values = dict(vars(owner))
-        ends = {n: off for n in values for end, off in _SWITCHES.items() if n.endswith(end)}
-        if "apply_spec_augment" not in values:
-            # There it is on wherever it masks anything.
-            ends |= {n: 0.0 for n in _SPEC_AUGMENT if n in values}
-        for name, off in ends.items():
-            is_on = isinstance(values[name], (bool, int, float)) and values[name] != off
-            if is_on:
-                found[switches.turn_off(owner, name, off, f"{name}={values[name]}")] = None
+    for owner, name, value, off in are_on(model):
+        found[switches.turn_off(owner, name, off, f"{name}={value}")] = None
     return list(found)
 
 

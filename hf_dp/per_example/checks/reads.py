@@ -1,0 +1,223 @@
+"""Which values losses read, of those that attributes hold: these are to be what they were when all was checked."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hf_dp.per_example.checks.held import entries, is_holder, is_library, is_own, is_value, names_in
+from hf_dp.per_example.checks.memory import told_of, write_of
+from hf_dp.per_example.checks.switches import are_on
+from hf_dp.per_example.checks.values import NOTHING, OF_MODULES, copied_within, same
+
+# Of a run of hf_dp, which is no object of a user's.
+_STEP = "global_step"
+_MOST = 8192
+_SETTINGS = (argparse.Namespace, types.SimpleNamespace, LRScheduler)
+
+
+class Reads:
+    """What a pass has read.
+
+    Attributes:
+        owners: what holds values, by name.
+        names: those of attributes that were read, by the owner's.
+    """
+
+    def __init__(self, owners: Mapping[str, Any]) -> None:
+        self.owners, todo = dict(owners), list(owners.items())
+        self.names: dict[str, set[str]] = {}
+        seen = set(map(id, self.owners.values()))
+        for path, owner in todo:  # which grows
+            for name, value in entries(owner):
+                inner = f"{path}.{name}".lstrip(".")
+                if isinstance(value, types.ModuleType) and isinstance(owner, types.FunctionType):
+                    if is_own(owner) and not is_library(value.__name__.partition(".")[0]):
+                        self.owners[inner], self.names[inner] = value, {*names_in(owner.__code__)} & vars(value).keys()
+                    continue
+                for number, one in enumerate(_within(value) if id(value) not in seen and len(todo) < _MOST else ()):
+                    if id(one) not in seen:
+                        seen |= {id(value), id(one)}
+                        self.owners[at := f"{inner}[{number}]" if number else inner] = one
+                        todo.append((at, one))
+        self.names |= {path: set() for path in self.owners if path not in self.names}
+
+    def places(self) -> Iterator[tuple[str, Any, Any]]:
+        """(the owner's name, the owner, the name of a value) of all that was read, or may have been."""
+        anywhere = set().union(*self.names.values())
+        for path, owner in self.owners.items():
+            if path.rpartition(".")[2] in OF_MODULES:
+                continue
+            if isinstance(owner, type):  # read through its objects
+                names: Any = [name for name, _ in entries(owner) if name in anywhere]
+            elif isinstance(owner, (dict, types.FunctionType)):  # nobody sees it
+                names = [name for name, _ in entries(owner)] if self._is_reached(path) else []
+            else:
+                names = sorted(self.names[path])
+            yield from ((path, owner, name) for name in names)
+
+    def _is_reached(self, path: str) -> bool:
+        """Whether what holds a dict was read, as far as its name tells."""
+        if not isinstance(self.owners[path], dict):
+            return True
+        holder, _, name = path.rpartition(".")
+        return (
+            holder not in self.names
+            or isinstance(self.owners[holder], (dict, types.FunctionType, type))
+            or (name.partition("[")[0] in self.names[holder])
+        )
+
+
+def _within(value: Any) -> list[Any]:
+    """What holds settings, and how far a training is."""
+    if isinstance(value, Optimizer):
+        return list(value.param_groups)
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.partial):
+        value = value.func
+    if isinstance(value, type):
+        return [value] if is_own(value) else []
+    if type(value).__module__.startswith("hf_dp"):
+        return [value] if hasattr(type(value), _STEP) else []
+    if isinstance(value, types.MethodType):
+        value = value.__self__
+    is_told = is_dataclass(value) or isinstance(value, _SETTINGS) or hasattr(value, "model_type")
+    return [value] if is_told or is_holder(value) else []
+
+
+@contextmanager
+def reads_of(owners: Mapping[str, Any]) -> Iterator[Reads]:
+    """Notes which attributes of `owners`, and of the settings that these hold, are read inside."""
+    found = Reads(owners)
+    paths = {id(owner): path for path, owner in found.owners.items()}
+    kinds = {nn.Module if isinstance(owner, nn.Module) else type(owner): None for owner in found.owners.values()}
+    with ExitStack() as stack:
+        for kind in kinds.keys() - {types.ModuleType}:
+            try:
+                stack.enter_context(_noting(kind, paths, found.names))
+            except TypeError:  # a class of C's, of whose objects all may have been read
+                own = {path: owner for path, owner in found.owners.items() if type(owner) is kind}
+                found.names.update({path: {str(name) for name, _ in entries(owner)} for path, owner in own.items()})
+        yield found
+
+
+@contextmanager
+def _noting(kind: Any, paths: Mapping[int, str], names: Mapping[str, set[str]]) -> Iterator[None]:
+    own, inherited = vars(kind).get("__getattribute__"), kind.__getattribute__
+
+    def get(self: Any, name: str) -> Any:
+        if (path := paths.get(id(self))) is not None:
+            names[path].add(name)
+        return inherited(self, name)
+
+    kind.__getattribute__ = get
+    try:
+        yield
+    finally:
+        if own is None:
+            del kind.__getattribute__
+        else:
+            kind.__getattribute__ = own
+
+
+class AsRead:
+    """The values that losses read, as they are; and what of the model is frozen or saved beside its weights.
+
+    Args:
+        model: of which trainable weights are what a training changes.
+        reads: of a pass.
+    """
+
+    def __init__(self, model: nn.Module, reads: Reads) -> None:
+        self._model, own = model, {id(module) for module in model.modules()}
+        self._watched: list[tuple[str, Callable[[], Any], bool]] = []
+        for path, owner, name in reads.places():
+            if (get := _getter(owner, name)) is not None:
+                is_own = not isinstance(owner, nn.Module) or id(owner) in own
+                self._watched.append((f"{path}.{name}".lstrip("."), get, is_own))
+        self._known: list[Any] = []
+        self.note()
+
+    def note(self) -> None:
+        """They are what they are to be."""
+        self._known = [_Known(get(), with_tensors) for _, get, with_tensors in self._watched]
+        self._frozen = self._marks()
+
+    def changed(self) -> str | None:
+        """The name of one that is another now, or of one that draws for all examples and is on now."""
+        if on := are_on(self._model):
+            return f"{type(on[0][0]).__name__}.{on[0][1]}"
+        values = zip(self._watched, self._known, strict=True)
+        found = next((name for (name, get, _), known in values if not known.is_still(get())), None)
+        if found is None and (marks := self._marks()) != self._frozen:
+            found = next(name for name in {**marks, **self._frozen} if marks.get(name) != self._frozen.get(name))
+        return found
+
+    def _marks(self) -> dict[str, Any]:
+        return {name: (id(p), write_of(p)) for name, p in self._model.named_parameters() if not p.requires_grad}
+
+
+class _Known:
+    """A value, as far as it is told from others: numbers by what they are, objects by which they are."""
+
+    def __init__(self, value: Any, with_tensors: bool) -> None:
+        self._is_told = with_tensors or not isinstance(value, Tensor)
+        self._value = value if not self._is_told or isinstance(value, Tensor) else _copied(value)
+        self._count = value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+        self._sum = told_of(value) if isinstance(value, Tensor) and self._is_told else None
+
+    def is_still(self, now: Any) -> bool:
+        if not self._is_told:
+            return True
+        if not isinstance(now, Tensor) or not isinstance(self._value, Tensor):
+            return _is_same(now, self._value)
+        count = 0 if now.is_inference() else now._version
+        return (now is self._value and count == self._count) or told_of(now) == self._sum
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copied(item) for name, item in value.items()} if len(value) < 64 else value
+    return copied_within(value) if is_value(value) else value
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if isinstance(now, dict) and isinstance(before, dict):
+        return now.keys() == before.keys() and all(_is_same(now[name], before[name]) for name in now)
+    if is_value(now) and is_value(before):
+        return same(now, before)
+    return isinstance(now, types.MethodType) and bool(now == before)
+
+
+def _getter(owner: Any, name: Any) -> Callable[[], Any] | None:
+    """What gives an attribute's value, or `NOTHING`; None of what is no value of an object of its own."""
+    if isinstance(owner, dict):
+        return lambda: owner.get(name, NOTHING)
+    if isinstance(owner, types.FunctionType):
+        return lambda: dict(entries(owner)).get(name, NOTHING)
+    if isinstance(owner, (type, types.ModuleType)):
+        return lambda: vars(owner).get(name, NOTHING)
+    if isinstance(owner, nn.Module):
+        if name in OF_MODULES or name in owner._parameters or name in owner._modules:
+            return None
+        if name in owner._buffers:
+            return lambda: owner._buffers.get(name, NOTHING)
+    if name == _STEP and type(owner).__module__.startswith("hf_dp"):
+        return lambda: getattr(owner, name)
+    if not hasattr(owner, "__dict__") or (name not in vars(owner) and hasattr(type(owner), name)):
+        return None
+    return lambda: vars(owner).get(name, NOTHING)
