@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,17 @@ from hf_dp.errors import ConfigurationError, PreflightError
 from tests import zoo
 from tests.training.own_loops import a_run
 from tests.training.workbench import make, pad_for_language, private, rows
+
+
+def rate_of(holder: Any) -> float:
+    return float(holder.param_groups[0]["lr"] if hasattr(holder, "param_groups") else holder.learning_rate)
+
+
+class Settings:
+    weight = 0.0
+
+
+SETTINGS = argparse.Namespace(weight=0.0)
 
 
 class Before(TrainerCallback):  # type: ignore[misc]
@@ -156,6 +168,9 @@ def test_failure_96_a_mask_for_all_that_comes_later_is_switched_off(
     [
         pytest.param(lambda trainer: trainer.state.global_step / 10, id="by the number of the step"),
         pytest.param(lambda trainer: float((trainer.state.epoch or 0) > 0.1), id="from an epoch on"),
+        pytest.param(lambda trainer: 1 - rate_of(trainer.optimizer) / rate_of(trainer.args), id="by the rate"),
+        pytest.param(lambda trainer: Settings.weight, id="by a class of settings"),
+        pytest.param(lambda trainer: SETTINGS.weight, id="by settings of the file"),
         pytest.param(lambda trainer: getattr(trainer, "alpha", 0.0), id="by an attribute of the trainer"),
         pytest.param(lambda trainer: trainer.args.dataloader_num_workers * 0.0 + trainer.args.warmup_steps, id="args"),
     ],
@@ -165,16 +180,84 @@ def test_failure_96_a_term_that_grows_from_nothing_is_checked_when_it_is_there(t
         pass
 
     Growing.weight = staticmethod(weight)
-    run = trainer(tmp_path, Switched(), kind=Growing)
+    run = trainer(tmp_path, Switched(), kind=Growing, lr_scheduler_type="linear")
 
     def grow(model: Any, step: int) -> None:
         run.alpha = 0.1 * step
-        run.args.warmup_steps = 0.1 * step
+        run.args.warmup_steps = Settings.weight = SETTINGS.weight = 0.1 * step
 
     run.add_callback(Before(grow))
+    try:
+        with pytest.raises(PreflightError):
+            run.train()
+    finally:
+        Settings.weight = SETTINGS.weight = 0.0
+    assert run.ledger.steps == 1
+
+
+def test_failure_96_a_threshold_is_seen_when_it_is_crossed(tmp_path: Path) -> None:
+    """Also after steps in which nothing came of what was read."""
+
+    class Later(Trainer):
+        weight = staticmethod(lambda trainer: float(trainer.state.global_step >= 3))
+
+    run = trainer(tmp_path, Switched(), kind=Later, max_steps=5)
     with pytest.raises(PreflightError):
         run.train()
+    assert run.ledger.steps == 3
+
+
+def less_their_mean(h: Tensor) -> Tensor:
+    return h - h.mean(0)
+
+
+@pytest.mark.parametrize("what", ["function", "module", "buffer"])
+def test_failure_96_what_is_exchanged_or_written(tmp_path: Path, what: str) -> None:
+    class Exchanged(Switched):
+        def __init__(self) -> None:
+            super().__init__()
+            self.between: Any = torch.tanh
+            self.register_buffer("share", torch.zeros(()))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            h = torch.tanh(self.table(ids).mean(1) + self.place)
+            return self.out(self.between(h) - self.share * h.mean(0))  # type: ignore[no-any-return]
+
+    def change(model: Any, step: int) -> None:
+        if step and what == "buffer":
+            model.share.fill_(1)
+        elif step:
+            model.between = less_their_mean if what == "function" else Centred()
+
+    run = trainer(tmp_path, Exchanged())
+    run.add_callback(Before(change))
+    with pytest.raises((ConfigurationError, PreflightError)):
+        run.train()
     assert run.ledger.steps == 1
+
+
+class Centred:
+    """Of another class, which holds nothing."""
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return less_their_mean(h)
+
+
+def test_failure_95_a_small_rate_that_comes_later_is_switched_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = zoo.tiny("opt", "causal_lm", torch.float32, num_hidden_layers=1)
+    ids = [{"input_ids": row["input_ids"]} for row in rows()]
+    run = make(tmp_path, model, parts={"train_dataset": ids, "data_collator": pad_for_language}, max_steps=2)
+
+    def later(model: Any, step: int) -> None:
+        if step == 1:
+            model.model.decoder.layerdrop = 0.02
+
+    run.add_callback(Before(later))
+    run.train()
+    assert model.model.decoder.layerdrop == 0.0
+    assert "Switched off for private training: layerdrop=0.02" in caplog.text
 
 
 def test_failure_96_in_a_loop_of_ones_own() -> None:
