@@ -13,7 +13,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.checks.beside import beside
 from hf_dp.per_example.checks.held import Held, Place, put
 from hf_dp.per_example.checks.reads import Reads, reads_of
-from hf_dp.per_example.checks.state import is_saved, put_back
+from hf_dp.per_example.checks.state import is_saved, put_back, uncompiled
 from hf_dp.per_example.checks.switches import Switches
 from hf_dp.per_example.checks.values import NOTHING, copied, copied_within, emptied, far, same
 from hf_dp.per_example.sharding import is_sharded
@@ -164,8 +164,9 @@ class Memory:
 
     def read_by(self, probe: Any) -> Reads:
         """What the losses of a batch read, and where; nothing is left of the pass."""
-        with self._put_back(), unchanged_global_state(), reads_of(Held(self._holders()).owners) as found:
-            self._losses(probe)
+        with uncompiled(), self._put_back(), unchanged_global_state():
+            with reads_of(Held(self._holders()).owners) as found:
+                self._losses(probe)
         return found
 
     def _holders(self) -> Iterator[tuple[str, Any]]:

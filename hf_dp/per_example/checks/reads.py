@@ -107,7 +107,7 @@ def reads_of(owners: Mapping[str, Any]) -> Iterator[Reads]:
         for kind in kinds.keys() - {types.ModuleType}:
             try:
                 stack.enter_context(_noting(kind, paths, found.names))
-            except TypeError:  # a class of C's, of whose objects all may have been read
+            except (AttributeError, TypeError):  # a class of C's, of whose objects all may have been read
                 own = {path: owner for path, owner in found.owners.items() if type(owner) is kind}
                 found.names.update({path: {str(name) for name, _ in entries(owner)} for path, owner in own.items()})
         yield found
