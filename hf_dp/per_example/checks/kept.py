@@ -164,9 +164,9 @@ class Memory:
 
     def read_by(self, probe: Any) -> Reads:
         """What the losses of a batch read, and where; nothing is left of the pass."""
-        with uncompiled(), self._put_back(), unchanged_global_state():
-            with reads_of(Held(self._holders()).owners) as found:
-                self._losses(probe)
+        owners = Held(self._holders()).owners
+        with uncompiled(), self._put_back(), unchanged_global_state(), reads_of(owners) as found:
+            self._losses(probe)
         return found
 
     def _holders(self) -> Iterator[tuple[str, Any]]:

@@ -38,7 +38,8 @@ class Reads:
         self.names: dict[str, set[str]] = {}
         seen = set(map(id, self.owners.values()))
         for path, owner in todo:  # which grows
-            for name, value in entries(owner):
+            called = [("__call__", vars(owner)["__call__"])] if isinstance(owner, type) and _is_called(owner) else []
+            for name, value in [*entries(owner), *called]:
                 inner = f"{path}.{name}".lstrip(".")
                 if isinstance(value, types.ModuleType) and isinstance(owner, types.FunctionType):
                     if is_own(owner) and not is_library(value.__name__.partition(".")[0]):
@@ -75,6 +76,10 @@ class Reads:
             or isinstance(self.owners[holder], (dict, types.FunctionType, type))
             or (name.partition("[")[0] in self.names[holder])
         )
+
+
+def _is_called(kind: type) -> bool:
+    return isinstance(vars(kind).get("__call__"), types.FunctionType)
 
 
 def _within(value: Any) -> list[Any]:

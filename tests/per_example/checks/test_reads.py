@@ -1,0 +1,121 @@
+"""What a pass reads of attributes is noted, wherever it is held, and told when it is another."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dp.per_example.checks.kept import Memory
+from hf_dp.per_example.checks.reads import AsRead, reads_of
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.unread, self.rates = nn.Linear(2, 2), 2.0, 1, {"first": [1.0, 2.0]}
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("offset", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.linear(x) * self.scale * self.frozen + self.offset * getattr(self, "later", 0.0)
+        return made * self.rates["first"][0]  # type: ignore[no-any-return]
+
+
+def as_read(model: nn.Module, loss: Any = None) -> AsRead:
+    memory = Memory(model, lambda x: (loss or model)(x).sum(1), loss)
+    return AsRead(model, memory.read_by(torch.ones(3, 2)))
+
+
+def test_what_is_read_is_told_and_what_is_not_is_not() -> None:
+    model = Held()
+    before = nn.Module.__dict__.get("__getattribute__")
+    known = as_read(model)
+    assert nn.Module.__dict__.get("__getattribute__") is before
+    model.unread, model.linear.notes = 5, "new"
+    assert known.changed() is None
+    with torch.no_grad():
+        model.linear.weight.add_(1)  # which the training moves
+    assert known.changed() is None
+    for name, change in (
+        ("scale", lambda: setattr(model, "scale", 3.0)),
+        ("later", lambda: setattr(model, "later", 1.0)),
+        ("rates.first", lambda: model.rates["first"].__setitem__(0, 5.0)),
+        ("offset", lambda: model.offset.add_(1)),
+        ("frozen", lambda: model.frozen.add_(1)),
+    ):
+        known.note()
+        with torch.no_grad():
+            change()
+        assert known.changed() in (name, name.partition(".")[0])
+    known.note()
+    assert known.changed() is None
+
+
+def test_the_same_numbers_written_again_are_no_change() -> None:
+    model = Held()
+    known = as_read(model)
+    model.offset.copy_(model.offset.clone())
+    model.rates = {"first": [1.0, 2.0]}
+    assert known.changed() is None
+
+
+@dataclass
+class Told:
+    factor: float = 1.0
+
+
+class Chosen:
+    factor = 1.0
+
+
+TOLD, SPACE = Told(), argparse.Namespace(factor=1.0)
+
+
+class Criterion:
+    def __init__(self) -> None:
+        self.inner = functools.partial(self.scaled, 2)
+        self.told = Told()
+
+    def scaled(self, times: int, x: Tensor) -> Tensor:
+        return times * x
+
+    @property
+    def hidden(self) -> float:
+        return SPACE.factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.told.factor * TOLD.factor * Chosen.factor * self.hidden
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda loss: setattr(loss.told, "factor", 3.0), id="settings in an object"),
+        pytest.param(lambda loss: setattr(TOLD, "factor", 3.0), id="settings of the file"),
+        pytest.param(lambda loss: setattr(Chosen, "factor", 3.0), id="a class"),
+        pytest.param(lambda loss: setattr(SPACE, "factor", 3.0), id="behind a property"),
+        pytest.param(lambda loss: setattr(loss, "inner", lambda x: x), id="another function"),
+        pytest.param(lambda loss: setattr(loss, "told", Criterion()), id="another object"),
+    ],
+)
+def test_what_computes_losses_is_seen_wherever_its_values_are(change: Any) -> None:
+    loss = Criterion()
+    known = as_read(nn.Linear(2, 2), loss)
+    assert known.changed() is None
+    try:
+        change(loss)
+        assert known.changed() is not None
+    finally:
+        TOLD.factor = Chosen.factor = SPACE.factor = 1.0
+
+
+def test_classes_are_as_before_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), reads_of({"": TOLD}):
+        raise ZeroDivisionError
+    assert "__getattribute__" not in vars(Told)
