@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_dp.data.extremes import Extremes
 from hf_dp.data.lengths import length, length_of
-from hf_dp.data.widths import Measure, Widths, by_width
+from hf_dp.data.widths import Between, Measure, Widths, by_width
 from hf_dp.per_example.batch import Batch, take
 from hf_dp.per_example.checks.independence import different_pair
 
@@ -63,11 +63,7 @@ def rows_beyond(few: Sequence[Any], known: Sequence[Any], measure: Measure) -> l
 
     def is_within(row: Any) -> bool:
         try:
-            sizes = [measure(one) for one in known]
-            return all(
-                min(size.get(name, n + 1) for size in sizes) <= n <= max(size.get(name, 0) for size in sizes)
-                for name, n in measure(row).items()
-            )
+            return Between(map(measure, known)).holds(measure(row))
         except Exception:  # noqa: BLE001 - it is tried, and then its error is told
             return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,24 @@ def outermost(rows: Sequence[Any], measure: Measure, always: Sequence[Any] = ())
     return [row for i, row in enumerate(in_order) if i in ends or id(row) in kept]
 
 
+class Between:
+    """The least and the most of each of some widths."""
+
+    def __init__(self, seen: Iterable[Widths] = ()) -> None:
+        self._least: Widths = {}
+        self._most: Widths = {}
+        for widths in seen:
+            self.note(widths)
+
+    def note(self, widths: Widths) -> None:
+        for name, n in widths.items():
+            self._least[name] = min(n, self._least.get(name, n))
+            self._most[name] = max(n, self._most.get(name, n))
+
+    def holds(self, widths: Widths) -> bool:
+        return all(self._least.get(name, n + 1) <= n <= self._most[name] for name, n in widths.items())
+
+
 class Checked:
     """The widths between which rows were held against one another (see `check_padding`).
 
@@ -90,8 +108,7 @@ class Checked:
     """
 
     def __init__(self, rows: Sequence[Any], measure: Measure, always: Sequence[Any] = ()) -> None:
-        self._least: Widths = {}
-        self._most: Widths = {}
+        self._between = Between()
         self._always = always
         self._rows = self._widened(rows, measure)
 
@@ -103,24 +120,19 @@ class Checked:
             batch: what the collator made of them.
         """
         found = widths_of(batch)
-        if all(self._least.get(name, n + 1) <= n <= self._most[name] for name, n in found.items()):
+        if self._between.holds(found):
             return []
         others = (
             row for row in (*self._rows, *outermost(rows, measure)) if all(row is not one for one in self._always)
         )
         compared = outermost([*self._always, *others], measure, self._always)
-        self._note(found)
+        self._between.note(found)
         self._rows = self._widened(compared, measure)
         return compared
 
     def _widened(self, rows: Sequence[Any], measure: Measure) -> list[Any]:
         """Notes the widths of `rows`; the narrowest and the widest, which later ones are held against."""
         for row in rows:
-            self._note(measure(row))
+            self._between.note(measure(row))
         in_order, _ = by_width(rows, measure)
         return [in_order[0], in_order[-1]]
-
-    def _note(self, widths: Widths) -> None:
-        for name, n in widths.items():
-            self._least[name] = min(n, self._least.get(name, n))
-            self._most[name] = max(n, self._most.get(name, n))
