@@ -13,6 +13,7 @@ from typing import Any
 from datasets import Dataset
 
 from hf_dp.data.first_seen import left_as_it_was
+from hf_dp.data.lengths import columns_of
 from hf_dp.errors import LedgerError
 from hf_dp.randomness import key_global_state, unchanged_global_state
 from hf_dp.units.rows import UnitRows
@@ -100,21 +101,13 @@ def _columns(dataset: Any, chosen: Any, key: bytes) -> dict[str, str]:
     for index in chosen:
         key_global_state(key, index)
         row = dataset[index]
-        for name, value in _named(row):
-            digest = digests.setdefault(name, hashlib.blake2b(key=key, digest_size=16))
+        columns = columns_of(row)
+        # Each may change at a look, or not, by itself.
+        for name, value in [("", row)] if columns is None else columns:
+            digest = digests.setdefault(str(name), hashlib.blake2b(key=key, digest_size=16))
             for part in (str(index).encode(), *_parts(value)):
                 digest.update(len(part).to_bytes(8, "little") + part)
     return {_digest(n.encode(), key, 8): d.hexdigest() for n, d in digests.items()}
-
-
-def _named(row: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a row that may change at a look, or not, each by itself."""
-    if isinstance(row, Mapping):
-        yield from ((str(name), row[name]) for name in sorted(row, key=str))
-    elif isinstance(row, (list, tuple)):
-        yield from ((str(place), value) for place, value in enumerate(row))
-    else:
-        yield "", row
 
 
 def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:

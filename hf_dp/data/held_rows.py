@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from hf_dp.data.lengths import columns_of
 from hf_dp.data.widths import Measure, Widths, by_width, outermost
 
 _IN_FOURS, _BETWEEN = 4, 2
@@ -129,9 +130,7 @@ def _rows_with_other_numbers(row: Any, rows: Sequence[Any]) -> list[Any]:
 
 
 def _numbers(row: Any) -> dict[Any, int]:
-    """Of tuples by their place."""
-    named = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, (tuple, list)) else ()
-    return {name: int(value) for name, value in named if _is_whole_number(value)}
+    return {name: int(value) for name, value in columns_of(row) or () if _is_whole_number(value)}
 
 
 def _is_whole_number(value: Any) -> bool:

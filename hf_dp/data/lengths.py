@@ -1,9 +1,16 @@
-"""How long rows are, roughly: what they are sorted by."""
+"""What a row is made of, and how long that is, roughly: what rows are sorted by."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
 from typing import Any
+
+
+def columns_of(row: Any) -> list[tuple[Any, Any]] | None:
+    """Names and values of a mapping, places and values of a list or a tuple; None of a row that has no columns."""
+    if isinstance(row, Mapping):
+        return list(row.items())
+    return list(enumerate(row)) if isinstance(row, (list, tuple)) else None
 
 
 def length(example: Any) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from hf_dp.data.lengths import columns_of
+
 LABELS = ("label", "labels", "label_ids")
 
 
@@ -28,19 +30,19 @@ _CHANGES: tuple[tuple[Callable[[Any], Any], Callable[[Any], Any]], ...] = (
 
 
 def strange_rows(row: Any) -> Iterator[Any]:
-    """Versions of `row`, a mapping or a tuple of columns; none of others.
+    """Versions of `row`, a mapping, a list or a tuple of columns; none of others.
 
     Of whole numbers in a mapping labels alone: a collator may keep what it makes by the number of a row.
     """
-    columns = row.items() if isinstance(row, Mapping) else enumerate(row) if isinstance(row, tuple) else ()
-    for name, value in columns:
+    for name, value in columns_of(row) or ():
         is_label = not isinstance(row, Mapping) or name in LABELS
         for of_floats, of_whole in _CHANGES if is_label else [(change, _unchanged) for change, _ in _CHANGES]:
             if (changed := _changed(value, of_floats, of_whole)) is not value:
                 if isinstance(row, Mapping):
                     yield {**row, name: changed}
                 else:
-                    yield (*row[:name], changed, *row[name + 1 :])
+                    strange = [*row[:name], changed, *row[name + 1 :]]
+                    yield strange if isinstance(row, list) else tuple(strange)
 
 
 def _changed(value: Any, of_floats: Callable[[Any], Any], of_whole: Callable[[Any], Any]) -> Any:

@@ -329,6 +329,17 @@ def test_failure_73_what_few_rows_hold_decides_for_a_whole_batch(
     check_collator(LogicalBatchCollator(4, pictures), made)
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_failure_73_also_where_columns_have_places_and_no_names(kind: Callable[[Any], Any]) -> None:
+    def named(rows: list[Any]) -> Rows:
+        return [{"x": x, "labels": label} for x, label in rows]
+
+    made = [kind([[0.1 * i, 0.2, 0.3], 0]) for i in range(3)]
+    with pytest.raises(ConfigurationError, match="another row when other examples are beside it"):
+        check_collator(LogicalBatchCollator(4, lambda rows: weighted_by_the_batch(named(rows))), made)
+    check_collator(LogicalBatchCollator(4, lambda rows: pictures(named(rows))), made)
+
+
 def test_what_a_collator_keeps_by_the_number_of_a_row_is_that_rows() -> None:
     known: dict[int, Any] = {}
 
