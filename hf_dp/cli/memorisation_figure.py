@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hf_dp.audit.members import Membership
-from hf_dp.audit.secrets import MEAN_EXPOSURE_BY_CHANCE
 from hf_dp.cli.memorised import Measured
+from hf_dp.demo.figure import draw_exposures
 from hf_dp.figures import percent
 
 # Of Okabe and Ito's.
@@ -20,14 +20,15 @@ _ORANGE, _BLUE, _GREY = "#d55e00", "#0072b2", "#7f7f7f"
 
 def draw(found: Measured, path: Path) -> None:
     """Writes AUCs with their intervals, and exposures where there are secrets, as PNG. Needs no display."""
-    has_secrets = any(one.secrets is not None for one in found.models.values())
-    figure = Figure(figsize=(11 if has_secrets else 7, 4.5), layout="constrained")
+    exposed = [(_name(found, name), one.secrets) for name, one in found.models.items() if one.secrets is not None]
+    figure = Figure(figsize=(11 if exposed else 7, 4.5), layout="constrained")
     # Not through pyplot, whose global state belongs to the caller.
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2 if has_secrets else 1, squeeze=False)[0]
+    panels = figure.subplots(1, 2 if exposed else 1, squeeze=False)[0]
     _membership(panels[0], found)
-    if has_secrets:
-        _secrets(panels[1], found)
+    if exposed:
+        most = math.log2(max(count for _, one in exposed for count in one.candidates))
+        draw_exposures(panels[1], [(name, one.exposures, _BLUE) for name, one in exposed], most)
     figure.savefig(path, dpi=150)
 
 
@@ -60,22 +61,3 @@ def _membership(axes: Any, found: Measured) -> None:
     )  # fmt: skip
     axes.set_xticks(range(len(names)), names)
     axes.legend(fontsize=8)
-
-
-def _secrets(axes: Any, found: Measured) -> None:
-    names = [_name(found, name) for name in found.models]
-    exposed = [one.secrets for one in found.models.values() if one.secrets is not None]
-    for at, one in enumerate(exposed):
-        values = one.exposures
-        spread = [at + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
-        axes.scatter(spread, values, color=_BLUE, alpha=0.8, clip_on=False, zorder=3)
-        axes.hlines(one.mean, at - 0.35, at + 0.35, color=_BLUE, linewidth=2)
-    most = math.log2(max(count for one in exposed for count in one.candidates))
-    axes.axhline(MEAN_EXPOSURE_BY_CHANCE, color="black", linestyle=":", linewidth=1)
-    axes.axhline(most, color="black", linestyle="--", linewidth=1)
-    axes.annotate("fully known", (len(names) - 0.5, most), ha="right", va="bottom", fontsize=8)
-    axes.set(
-        title="How exposed is each secret?", ylabel="exposure (bits); the line is the mean",
-        xlim=(-0.5, len(names) - 0.5), ylim=(0, most + 1),
-    )  # fmt: skip
-    axes.set_xticks(range(len(names)), names)

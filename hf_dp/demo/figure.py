@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,27 +34,37 @@ def draw(result: Result, path: Path) -> None:
 
 def _exposures(axes: Any, result: Result) -> None:
     private = f"private\nepsilon {upper(result.private.epsilon, 3)}"
-    groups = {
-        "ordinary": (result.ordinary.planted, _ORANGE),
-        private: (result.private.planted, _BLUE),
-        "private,\nnever planted": (result.private.unplanted, _GREEN),
-        "ordinary,\nnever planted": (result.ordinary.unplanted, _GREY),
-    }
-    for position, (values, color) in enumerate(groups.values()):
+    groups = [
+        ("ordinary", result.ordinary.planted, _ORANGE),
+        (private, result.private.planted, _BLUE),
+        ("private,\nnever planted", result.private.unplanted, _GREEN),
+        ("ordinary,\nnever planted", result.ordinary.unplanted, _GREY),
+    ]
+    draw_exposures(axes, groups, MOST_EXPOSURE)
+
+
+def draw_exposures(axes: Any, groups: Sequence[tuple[str, Sequence[float], str]], most: float) -> None:
+    """Draws how exposed each secret is, in bits.
+
+    Args:
+        groups: names, exposures and colours.
+        most: that an exposure can be.
+    """
+    for position, (_, values, color) in enumerate(groups):
         spread = [position + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
         axes.scatter(spread, values, color=color, alpha=0.8, clip_on=False, zorder=3)
         axes.hlines(mean(values), position - 0.35, position + 0.35, color=color, linewidth=2)
     axes.axhline(MEAN_EXPOSURE_BY_CHANCE, color="black", linestyle=":", linewidth=1)
     axes.annotate(" chance", (-0.5, MEAN_EXPOSURE_BY_CHANCE), va="bottom", fontsize=8)
-    axes.axhline(MOST_EXPOSURE, color="black", linestyle="--", linewidth=1)
-    axes.annotate("secret fully known", (len(groups) - 0.5, MOST_EXPOSURE), ha="right", va="bottom", fontsize=8)
+    axes.axhline(most, color="black", linestyle="--", linewidth=1)
+    axes.annotate("secret fully known", (len(groups) - 0.5, most), ha="right", va="bottom", fontsize=8)
     axes.set(
         title="How exposed is each secret?",
         ylabel="exposure (bits); the line is the mean",
         xlim=(-0.5, len(groups) - 0.5),
-        ylim=(0, MOST_EXPOSURE + 1),
+        ylim=(0, most + 1),
     )
-    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set_xticks(range(len(groups)), [name for name, _, _ in groups])
 
 
 def in_words(secrets: int) -> str:

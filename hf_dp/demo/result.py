@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,6 @@ class Result:
         return table
 
 
-def mean(values: list[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     """Their arithmetic mean."""
     return sum(values) / len(values)
