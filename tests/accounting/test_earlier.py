@@ -9,7 +9,7 @@ from typing import Any
 
 import dp_accounting as dp
 import pytest
-from scipy import optimize, stats
+from scipy import optimize
 
 from hf_dp.accounting import (
     ColumnExamplesUnit,
@@ -31,6 +31,7 @@ from hf_dp.accounting import (
 from hf_dp.accounting.earlier import charge, event_of, released_by
 from hf_dp.accounting.events import MOST_MECHANISMS
 from hf_dp.errors import BudgetExceededError, ConfigurationError, LedgerError
+from tests.accounting.exact import gaussian_delta
 
 DELTA = 1e-4
 
@@ -52,12 +53,8 @@ def mechanism(*before: Earlier, **changes: Any) -> Mechanism:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Of normals whose means are mu deviations apart, exactly (Balle and Wang 2018, arXiv:1805.06530, theorem 8)."""
-
-    def excess(e: float) -> float:
-        return float(stats.norm.cdf(mu / 2 - e / mu) - math.exp(e) * stats.norm.cdf(-mu / 2 - e / mu)) - delta
-
-    return float(optimize.brentq(excess, 0, 50))
+    """Of normals whose means are mu deviations apart, exactly."""
+    return float(optimize.brentq(lambda e: gaussian_delta(mu, e) - delta, 0, 50))
 
 
 def test_it_holds_for_one_unit_in_each_data_set_and_for_no_more():

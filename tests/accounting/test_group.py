@@ -34,6 +34,7 @@ from hf_dp.accounting.accountants import group_epsilon
 from hf_dp.accounting.group import Group
 from hf_dp.accounting.risk import group_epsilons, groups_in_words
 from hf_dp.errors import LedgerError
+from tests.accounting.exact import gaussian_delta
 
 RUNS = {
     "one release": dp.GaussianDpEvent(2.0),
@@ -53,13 +54,8 @@ def test_one_row_is_the_run_itself_and_more_rows_cost_more(run: str) -> None:
 
 @pytest.mark.parametrize("rows", [2, 16])
 def test_of_gaussian_noise_it_is_the_closed_form(rows: int) -> None:
-    """Balle and Wang 2018, arXiv:1805.06530, theorem 8, with `rows` times the sensitivity."""
-    mu = rows * math.sqrt(3) / 9.0
-
-    def excess(eps: float) -> float:
-        return stats.norm.cdf(mu / 2 - eps / mu) - math.exp(eps) * stats.norm.cdf(-mu / 2 - eps / mu) - 1e-6
-
-    true = optimize.brentq(excess, 0, 200)
+    """With `rows` times the sensitivity."""
+    true = optimize.brentq(lambda eps: gaussian_delta(rows * math.sqrt(3) / 9.0, eps) - 1e-6, 0, 200)
     found = group_epsilon(dp.SelfComposedDpEvent(dp.GaussianDpEvent(9.0), 3), 1e-6, rows)
     assert true <= found * (1 + 1e-9)  # type: ignore[operator]
     assert found == pytest.approx(true, rel=2e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from scipy import optimize, stats
 from hf_dp.accounting import epsilon, has_renyi
 from tests.accounting import lower_bounds
 from tests.accounting.cases import Case, all_cases, capped, composed, poisson, several
+from tests.accounting.exact import gaussian_delta
 
 FEW = (
     poisson(1.0, 2.0, 4, 1e-12),
@@ -52,12 +54,7 @@ def test_no_claim_of_the_whole_grid_is_below(case: Case) -> None:
 
 
 def test_of_gaussians_the_bound_is_close_below_the_closed_form() -> None:
-    """Balle and Wang 2018, arXiv:1805.06530, theorem 8."""
-    mu = math.sqrt(4) / 2.0
-
-    def true(eps: float) -> float:
-        return float(stats.norm.cdf(mu / 2 - eps / mu) - math.exp(eps) * stats.norm.cdf(-mu / 2 - eps / mu))
-
+    true = functools.partial(gaussian_delta, math.sqrt(4) / 2.0)
     found = poisson(1.0, 2.0, 4, 1e-6)
     for eps in (0.5, 2.0, 4.0):
         assert 0.95 * true(eps) < found.lower_delta(eps) <= true(eps)

@@ -9,7 +9,7 @@ import dp_accounting as dp
 import numpy as np
 import pytest
 from dp_accounting import pld, rdp
-from scipy import special, stats
+from scipy import stats
 
 from hf_dp.accounting import (
     ExampleUnit,
@@ -25,6 +25,7 @@ from hf_dp.accounting.renyi import RDP_ORDERS
 from hf_dp.parts.sparse_embeddings.top_k import gumbel_scale
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
+from tests.accounting.exact import gaussian_delta
 
 ADDED, ZEROED, REPLACED = (
     dp.NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -106,15 +107,14 @@ def choices(counts: np.ndarray, k: int, scale: float) -> np.ndarray:
 
 @pytest.mark.parametrize(("noise", "k"), [(1.0, 1), (1.0, 2), (2.0, 3), (0.5, 2)])
 def test_the_gaussian_that_is_charged_dominates_the_top_k_under_zero_out(noise: float, k: int) -> None:
-    scale, mu = gumbel_scale(noise, k), 1 / noise
+    scale = gumbel_scale(noise, k)
     counts = np.array([2.0, 0.0, 1.0, 3.0, 1.0])
 
     def excess(one: np.ndarray, two: np.ndarray) -> float:
         p, q = choices(one, k, scale), choices(two, k, scale)
         worst = -math.inf
         for eps in (0.0, 0.25, 0.5, 1.0, 2.0, 3.0):
-            gaussian = special.ndtr(mu / 2 - eps / mu) - math.exp(eps) * special.ndtr(-mu / 2 - eps / mu)
-            worst = max(worst, float(np.maximum(p - math.exp(eps) * q, 0).sum()) - gaussian)
+            worst = max(worst, float(np.maximum(p - math.exp(eps) * q, 0).sum()) - gaussian_delta(1 / noise, eps))
         return worst
 
     touched = [np.array(rows, dtype=float) for rows in itertools.product((0, 1), repeat=5)]
@@ -143,8 +143,7 @@ def test_failure_31_with_q_from_n_add_or_remove_would_be_untrue(epsilon: float, 
                  for last, p in ((0, p * (1 - q)), (1, p * q)) if p > 1e-20]  # fmt: skip
         return sum(p * stats.norm.pdf(x, mean, noise) for mean, p in means) * width
 
-    mu = 1 / noise  # the Gaussian mechanism that is charged
-    stated = special.ndtr(mu / 2 - epsilon / mu) - math.exp(epsilon) * special.ndtr(-mu / 2 - epsilon / mu)
+    stated = gaussian_delta(1 / noise, epsilon)  # of the Gaussian mechanism that is charged
     zeroed = excess_delta(sum_of(n, 1.0), sum_of(n - 1, 1.0), epsilon)
     added = excess_delta(sum_of(n, 1.0), sum_of(n, n / (n + 1), others=-1.0), epsilon)
     assert zeroed == pytest.approx(stated, rel=1e-3)
