@@ -71,7 +71,8 @@ def loss_kind(model: nn.Module) -> str:
     known = _of_class(name) or said or next(filter(None, map(_of_class, inherited)), None)
     # Transformers' own losses read it; a module that has none cannot have one of them, whatever it says.
     if (has_config := getattr(base, "config", None) is not None) and known is not None:
-        return _of_decoder(base, known)
+        # Its decoder is fed shifted labels, so that each position predicts its own.
+        return TOKENWISE if known == SHIFTED and has_decoder(base) else known
     raise UnsupportedModelError(
         f"{name} (loss_type {declared!r}) has no known per-example loss.",
         why="the model's own loss is normalised over the batch, so one example would rescale its neighbours.",
@@ -104,9 +105,9 @@ def is_causal(model: nn.Module) -> bool:
         return False
 
 
-def _of_decoder(base: Any, kind: str) -> str:
-    """An encoder-decoder feeds its decoder shifted labels, so that each position predicts its own."""
-    return TOKENWISE if kind == SHIFTED and getattr(base.config, "is_encoder_decoder", False) else kind
+def has_decoder(model: nn.Module) -> bool:
+    """Whether a decoder reads what an encoder made."""
+    return bool(getattr(getattr(base_model(model), "config", None), "is_encoder_decoder", False))
 
 
 def base_model(model: nn.Module) -> Any:

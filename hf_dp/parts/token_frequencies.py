@@ -16,6 +16,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig, ReAttentionConfig
 from hf_dp.config.asked import TOKEN_PRESENCE
 from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.losses.kinds import has_decoder
 from hf_dp.parts.embeddings import token_tables
 from hf_dp.parts.part import Part, Run
 from hf_dp.parts.re_attention import FILE, FREQUENCIES, read
@@ -161,9 +162,8 @@ def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
     Raises:
         ConfigurationError: batches without `input_ids`.
     """
-    config = getattr(model, "config", None)
-    has_decoder = getattr(config, "is_encoder_decoder", False)
-    start = getattr(config, "decoder_start_token_id", None) if has_decoder else None
+    is_decoded = has_decoder(model)
+    start = getattr(model.config, "decoder_start_token_id", None) if is_decoded else None
     head = getattr(model, "get_output_embeddings", lambda: None)()
     # Without a head for tokens, labels are classes or numbers, and the decoder reads the text once more.
     read = ("decoder_input_ids",) if head is None else ("labels", "decoder_input_ids")
@@ -181,7 +181,7 @@ def token_ids(loader: Any, model: nn.Module) -> Iterator[Tensor]:
             )
         mask = batch.get("attention_mask")
         yield ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]
-        if has_decoder:
+        if is_decoded:
             yield from (v for name in read if isinstance(v := batch.get(name), Tensor))
         if start is not None and "decoder_input_ids" not in batch:
             yield torch.tensor([start], device=ids.device)
