@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_dp import PrivacyConfig
 from hf_dp.training.trainer import DPTrainerMixin
-from tests.training.workbench import private
+from tests.training.workbench import exact, parameters, private
 
 trl = pytest.importorskip("trl")
 
@@ -89,6 +91,38 @@ def make(path: Path, kind: Any = DPSFTTrainer, privacy: PrivacyConfig | None = N
         given["privacy"] = privacy or private()
     values = {"model": a_model(), "train_dataset": conversations(), "processing_class": tokenizer(), **given}
     return kind(args=settings(path, **parts), **values)
+
+
+def gradients_of_single(trainer: Any, chosen: Iterable[int]) -> Iterator[dict[str, Tensor]]:
+    """TRL's own loss and torch's own backward, on batches of one."""
+    trainer.model.train()
+    for i in chosen:
+        trainer.model.zero_grad()
+        batch = trainer.data_collator([trainer.train_dataset[i]])
+        trainer.compute_loss(trainer.model, dict(batch)).backward()
+        yield {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in trainer.model.named_parameters()
+            if p.requires_grad
+        }
+
+
+def assert_step_is_that_of_single(
+    gradients: list[dict[str, Tensor]], made: Callable[[PrivacyConfig], Any], expected: int = EXPECTED, **unit: Any
+) -> Any:
+    """A step without noise is the sum of these gradients, each clipped to their median norm. The trainer."""
+    norms = [float(torch.stack([g.norm() for g in one.values()]).norm()) for one in gradients]
+    bound = sorted(norms)[len(norms) // 2]
+    assert min(norms) < bound < max(norms)
+    trainer = made(exact(clipping_norm=bound, **unit))
+    before = parameters(trainer.model)
+    trainer.train()
+    after = parameters(trainer.model)
+    for name in gradients[0]:
+        total = sum(min(1.0, bound / max(norm, 1e-30)) * one[name] for one, norm in zip(gradients, norms, strict=True))
+        moved = (before[name] - after[name]) * expected
+        torch.testing.assert_close(moved, total, rtol=1e-4, atol=1e-4 * min(1.0, bound))
+    return trainer
 
 
 def adapter() -> LoraConfig:

@@ -6,8 +6,6 @@ import copy
 import random
 import re
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +34,20 @@ from tests.training.answers import (
     pairs,
     references,
 )
-from tests.training.chats import a_model, adapter, from_docs, said, tokenizer
-from tests.training.workbench import distance, draws, parameters, private
+from tests.training.chats import (
+    a_model,
+    adapter,
+    assert_step_is_that_of_single,
+    from_docs,
+    gradients_of_single,
+    said,
+    tokenizer,
+)
+from tests.training.workbench import distance, draws, parameters
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 trl = pytest.importorskip("trl")
-
-
-def gradients_of_single_pairs(trainer: Any, chosen: list[int]) -> Iterator[dict[str, Tensor]]:
-    """TRL's own loss and torch's own backward, on batches of one pair."""
-    trainer.model.train()
-    for i in chosen:
-        trainer.model.zero_grad()
-        batch = trainer.data_collator([trainer.train_dataset[i]])
-        trainer.compute_loss(trainer.model, dict(batch)).backward()
-        yield {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in trainer.model.named_parameters()
-            if p.requires_grad
-        }
 
 
 def assert_step_is_that_of_single_pairs(path: Path, kinds: tuple[Any, Any], **parts: Any) -> None:
@@ -65,21 +57,14 @@ def assert_step_is_that_of_single_pairs(path: Path, kinds: tuple[Any, Any], **pa
     moved(oracle.model)
     drawn = draws(7, steps=1, n=ROWS, expected=EXPECTED)[0]
     assert len(drawn) > MICRO
-    single = list(gradients_of_single_pairs(oracle, drawn))
-    norms = [float(torch.stack([g.norm() for g in one.values()]).norm()) for one in single]
-    bound = sorted(norms)[len(norms) // 2]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        privacy = private(noise_multiplier=0, clipping_norm=bound)
-    trainer = make(path, of_ours, privacy, **parts)
-    before = parameters(moved(trainer.model))
-    trainer.train()
-    after = parameters(trainer.model)
-    assert min(norms) < bound < max(norms)
-    assert trainer.privacy_report().dataset_size == ROWS
-    for name in single[0]:
-        total = sum(min(1.0, bound / max(norm, 1e-30)) * one[name] for one, norm in zip(single, norms, strict=True))
-        torch.testing.assert_close((before[name] - after[name]) * EXPECTED, total, rtol=1e-4, atol=1e-4 * bound)
+    single = list(gradients_of_single(oracle, drawn))
+
+    def made(privacy: PrivacyConfig) -> Any:
+        trainer = make(path, of_ours, privacy, **parts)
+        moved(trainer.model)
+        return trainer
+
+    assert assert_step_is_that_of_single(single, made).privacy_report().dataset_size == ROWS
 
 
 @pytest.mark.parametrize(
@@ -200,22 +185,17 @@ def test_a_users_pairs_are_clipped_together(tmp_path: Path) -> None:
     parts = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     oracle = make(tmp_path / "oracle", trl.DPOTrainer, train_dataset=data, **parts)
     moved(oracle.model)
-    single = list(gradients_of_single_pairs(oracle, list(range(16))))
+    single = list(gradients_of_single(oracle, range(16)))
     means = [{name: (g + single[i + 8][name]) / 2 for name, g in one.items()} for i, one in enumerate(single[:8])]
-    norms = [float(torch.stack([g.norm() for g in one.values()]).norm()) for one in means]
-    bound = sorted(norms)[4]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        # All users are in the step: the expected batch is as large as their number.
-        privacy = private(noise_multiplier=0, clipping_norm=bound, unit="user", max_examples_per_unit=2)
-    trainer = make(tmp_path, privacy=privacy, train_dataset=data, **parts)
-    before = parameters(moved(trainer.model))
-    trainer.train()
-    after = parameters(trainer.model)
+
+    def made(privacy: PrivacyConfig) -> Any:
+        trainer = make(tmp_path, privacy=privacy, train_dataset=data, **parts)
+        moved(trainer.model)
+        return trainer
+
+    # All users are in the step: the expected batch is as large as their number.
+    trainer = assert_step_is_that_of_single(means, made, 8, unit="user", max_examples_per_unit=2)
     assert trainer.privacy_report().dataset_size == 8
-    for name in means[0]:
-        total = sum(min(1.0, bound / norm) * one[name] for one, norm in zip(means, norms, strict=True))
-        torch.testing.assert_close((before[name] - after[name]) * 8, total, rtol=1e-4, atol=1e-4 * bound)
 
 
 @pytest.mark.slow

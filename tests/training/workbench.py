@@ -79,10 +79,10 @@ def private(**changes: Any) -> PrivacyConfig:
 
 
 def exact(**changes: Any) -> PrivacyConfig:
-    """No noise, no clipping: plain SGD on Poisson batches."""
+    """No noise, and by default no clipping: plain SGD on Poisson batches."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return private(noise_multiplier=0, clipping_norm=float("inf"), **changes)
+        return private(**{"noise_multiplier": 0, "clipping_norm": float("inf"), **changes})
 
 
 def make(
