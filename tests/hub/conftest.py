@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from hf_dp import PrivacyConfig
 from hf_dp.hub.upload import _api
 from tests.hub.server import TOKEN, Hub
-from tests.training.workbench import make
+from tests.training.workbench import saved_by
 
 
 @pytest.fixture
@@ -46,10 +46,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that was trained and saved; to be copied and spoilt."""
     path = tmp_path_factory.mktemp("saved") / "out"
-    run = make(path, privacy=PrivacyConfig(target_epsilon=3.0), save_strategy="steps", save_steps=2)
-    run.train()
-    run.save_model()
-    return path
+    return saved_by(path, privacy=PrivacyConfig(target_epsilon=3.0), save_strategy="steps", save_steps=2)
 
 
 @pytest.fixture

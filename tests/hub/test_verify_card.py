@@ -19,7 +19,7 @@ from hf_dp.hub.record import sha256
 from hf_dp.parts.re_attention import load_re_attention
 from tests.hub.forging import digest_anew, failed, in_card, in_record, invoke, seal
 from tests.noise.contract import needs_randomgen
-from tests.training.workbench import make
+from tests.training.workbench import make, saved_by
 from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -50,9 +50,7 @@ def test_every_release_is_on_the_card_and_in_the_ledger(tmp_path: Path) -> None:
     from hf_dp import ReAttentionConfig
 
     privacy = PrivacyConfig(target_epsilon=3.0, re_attention=ReAttentionConfig())
-    run = make(tmp_path / "out", tiny("gpt2", "sequence", n_layer=1), privacy)
-    run.train()
-    run.save_model()
+    saved_by(tmp_path / "out", tiny("gpt2", "sequence", n_layer=1), privacy)
     found = verify(tmp_path / "out")
     assert found.private, found.checks
     assert "| token presence | 1 | Gaussian noise" in (tmp_path / "out" / "README.md").read_text()
@@ -74,9 +72,7 @@ def assert_noticed(path: Path, changes: dict[str, Callable[[Path], None]]) -> No
 @pytest.mark.slow
 def test_groups_and_their_budgets_are_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
     weights = {"*attention*": 3.0, "*": 1.0}
-    run = make(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, clipping="groups", groups=weights))
-    run.train()
-    run.save_model()
+    saved_by(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, clipping="groups", groups=weights))
     found = verify(tmp_path / "out")
     assert found.private, found.checks
     assert "`*attention*` 0.866, every other parameter 0.5)" in (tmp_path / "out" / "README.md").read_text()
@@ -91,9 +87,7 @@ def test_groups_and_their_budgets_are_on_the_card_and_changed_nowhere_alone(tmp_
 
 
 def test_another_clipping_rule_is_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
-    run = make(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, clipping="automatic"))
-    run.train()
-    run.save_model()
+    saved_by(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, clipping="automatic"))
     found = verify(tmp_path / "out")
     assert found.private, found.checks
     assert found.report.clipping == "automatic"
@@ -113,9 +107,7 @@ def test_another_clipping_rule_is_on_the_card_and_changed_nowhere_alone(tmp_path
 @pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
 @pytest.mark.slow
 def test_another_sampling_is_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
-    run = make(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, max_batch_size=10))
-    run.train()
-    run.save_model()
+    saved_by(tmp_path / "out", privacy=PrivacyConfig(target_epsilon=3.0, max_batch_size=10))
     found = verify(tmp_path / "out")
     assert found.private, found.checks
     assert found.epsilons.keys() == {"pld"}
@@ -155,9 +147,7 @@ def without_clipping(promise: dict[str, Any]) -> dict[str, Any]:
 @needs_randomgen
 @pytest.mark.slow
 def test_the_source_of_the_noise_is_on_the_card_and_changed_nowhere_alone(tmp_path: Path) -> None:
-    run = make(tmp_path / "out", privacy=PrivacyConfig(noise_multiplier=1.5, noise="chacha20"))
-    run.train()
-    run.save_model()
+    saved_by(tmp_path / "out", privacy=PrivacyConfig(noise_multiplier=1.5, noise="chacha20"))
     found = verify(tmp_path / "out")
     assert found.private, found.checks
     assert (

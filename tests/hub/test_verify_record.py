@@ -21,7 +21,7 @@ from hf_dp.sampling.table import sampler_of
 from hf_dp.step.plan import Plan
 from hf_dp.versions import library_versions
 from tests.hub.forging import failed, forged, in_record, invoke, seal
-from tests.training.workbench import make
+from tests.training.workbench import saved_by
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -83,9 +83,7 @@ def test_steps_with_other_noise_or_without_sampling_are_no_basis_of_the_claim(co
 
 @pytest.mark.slow
 def test_a_release_that_was_promised_is_in_the_ledger(tmp_path: Path) -> None:
-    run = make(tmp_path, privacy=PrivacyConfig(target_epsilon=3.0, re_attention=ReAttentionConfig()))
-    run.train()
-    run.save_model()
+    saved_by(tmp_path, privacy=PrivacyConfig(target_epsilon=3.0, re_attention=ReAttentionConfig()))
     assert verify(tmp_path).consistent
     report = load_report(tmp_path)
     steps = [(step_event(report.noise_multiplier, report.sampling_probability), report.steps)]

@@ -15,7 +15,7 @@ from hf_dp.accounting.neighbours import ADD_OR_REMOVE, SAID_BEFORE, ZERO_OUT
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import load_report, verify
 from tests.hub.forging import failed, in_record, invoke, seal
-from tests.training.workbench import make
+from tests.training.workbench import make, saved_by
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -41,10 +41,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose record has no n."""
     path = tmp_path_factory.mktemp("secret") / "out"
     config = PrivacyConfig(target_epsilon=3.0, target_delta=1e-5, accountant="rdp", sampling_probability=Q)
-    run = make(path, privacy=config)
-    run.train()
-    run.save_model()
-    return path
+    return saved_by(path, privacy=config)
 
 
 @pytest.fixture
@@ -134,10 +131,7 @@ def test_the_first_records_words_are_not_these(copy: Path) -> None:
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of whose n a number of its own took the place."""
     path = tmp_path_factory.mktemp("given") / "out"
-    run = make(path, privacy=PrivacyConfig(target_epsilon=3.0, accountant="rdp", dataset_size=40))
-    run.train()
-    run.save_model()
-    return path
+    return saved_by(path, privacy=PrivacyConfig(target_epsilon=3.0, accountant="rdp", dataset_size=40))
 
 
 @pytest.mark.slow

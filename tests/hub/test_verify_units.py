@@ -10,7 +10,7 @@ import pytest
 from hf_dp import PrivacyConfig
 from hf_dp.hub import open_source, verify
 from tests.hub.forging import failed, in_record, seal
-from tests.training.workbench import make, rows
+from tests.training.workbench import rows, saved_by
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -20,10 +20,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("users") / "out"
     data = [{**row, "user": f"u{i % 30}"} for i, row in enumerate(rows())]
     privacy = PrivacyConfig(target_epsilon=8.0, accountant="rdp", unit="user", max_examples_per_unit=3)
-    run = make(path, privacy=privacy, parts={"train_dataset": data}, remove_unused_columns=False, max_steps=1)
-    run.train()
-    run.save_model()
-    return path
+    return saved_by(path, privacy=privacy, parts={"train_dataset": data}, remove_unused_columns=False, max_steps=1)
 
 
 @pytest.mark.slow

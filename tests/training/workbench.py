@@ -179,6 +179,14 @@ def trained(path: Path, **changes: Any) -> Any:
     return trainer
 
 
+def saved_by(path: Path, *args: Any, **changes: Any) -> Path:
+    """`path`, into which a trainer as of `make` has saved its model, when it had trained."""
+    trainer = make(path, *args, **changes)
+    trainer.train()
+    trainer.save_model()
+    return path
+
+
 class Recommender(nn.Module):
     """Tables of categorical features, found without their names."""
 
