@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hf_dp.per_example.checks.held import entries, is_holder, is_library, is_own, is_value, names_in
 from hf_dp.per_example.checks.memory import told_of, write_of
-from hf_dp.per_example.checks.switches import are_on
+from hf_dp.per_example.checks.switches import is_on, switches_of
 from hf_dp.per_example.checks.values import NOTHING, OF_MODULES, copied_within, same
 
 # Of a run of hf_dp, which is no object of a user's.
@@ -152,18 +152,22 @@ class AsRead:
             if (get := _getter(owner, name)) is not None:
                 is_own = not isinstance(owner, nn.Module) or id(owner) in own
                 self._watched.append((f"{path}.{name}".lstrip("."), get, is_own))
-        self._known: list[Any] = []
+        self._switches, self._known = switches_of(model), list[_Known]()
         self.note()
 
     def note(self) -> None:
         """They are what they are to be."""
-        self._known = [_Known(get(), with_tensors) for _, get, with_tensors in self._watched]
+        before: list[_Known | None] = [*self._known] or [None] * len(self._watched)
+        self._known = [
+            known if known is not None and known.is_very(get()) else _Known(get(), with_tensors)
+            for (_, get, with_tensors), known in zip(self._watched, before, strict=True)
+        ]
         self._frozen = self._marks()
 
     def changed(self) -> str | None:
         """The name of one that is another now, or of one that draws for all examples and is on now."""
-        if on := are_on(self._model):
-            return f"{type(on[0][0]).__name__}.{on[0][1]}"
+        if on := next((switch for switch in self._switches if is_on(*switch)), None):
+            return f"{type(on[0]).__name__}.{on[1]}"
         values = zip(self._watched, self._known, strict=True)
         found = next((name for (name, get, _), known in values if not known.is_still(get())), None)
         if found is None and (marks := self._marks()) != self._frozen:
@@ -180,7 +184,7 @@ class _Known:
     def __init__(self, value: Any, with_tensors: bool) -> None:
         self._is_told = with_tensors or not isinstance(value, Tensor)
         self._value = value if not self._is_told or isinstance(value, Tensor) else _copied(value)
-        self._count = value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+        self._count = _writes(value) if isinstance(value, Tensor) else 0
         self._sum = told_of(value) if isinstance(value, Tensor) and self._is_told else None
 
     def is_still(self, now: Any) -> bool:
@@ -188,8 +192,15 @@ class _Known:
             return True
         if not isinstance(now, Tensor) or not isinstance(self._value, Tensor):
             return _is_same(now, self._value)
-        count = 0 if now.is_inference() else now._version
-        return (now is self._value and count == self._count) or told_of(now) == self._sum
+        return self.is_very(now) or told_of(now) == self._sum
+
+    def is_very(self, now: Any) -> bool:
+        """Whether it is the very tensor, not written to since."""
+        return isinstance(now, Tensor) and now is self._value and _writes(now) == self._count
+
+
+def _writes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _copied(value: Any) -> Any:
@@ -217,12 +228,14 @@ def _getter(owner: Any, name: Any) -> Callable[[], Any] | None:
     if isinstance(owner, (type, types.ModuleType)):
         return lambda: vars(owner).get(name, NOTHING)
     if isinstance(owner, nn.Module):
-        if name in OF_MODULES or name in owner._parameters or name in owner._modules:
+        # What every module has is looked at by other means, or is no value.
+        if name in OF_MODULES or name in owner._parameters or name in owner._modules or hasattr(nn.Module, name):
             return None
         if name in owner._buffers:
             return lambda: owner._buffers.get(name, NOTHING)
     if name == _STEP and type(owner).__module__.startswith("hf_dp"):
         return lambda: getattr(owner, name)
-    if not hasattr(owner, "__dict__") or (name not in vars(owner) and hasattr(type(owner), name)):
-        return None
-    return lambda: vars(owner).get(name, NOTHING)
+    if not hasattr(owner, "__dict__"):
+        return lambda: dict(entries(owner)).get(name, NOTHING)
+    # Also of what its class has: it may get one of its own.
+    return None if name.startswith("__") else lambda: vars(owner).get(name, NOTHING)

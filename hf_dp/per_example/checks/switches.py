@@ -50,20 +50,23 @@ class Switches:
                 )
 
 
-def are_on(model: nn.Module) -> list[tuple[Any, str, Any, Any]]:
-    """(the module or config, the name, the value, what it is when off) of each that is on."""
+def switches_of(model: nn.Module) -> list[tuple[Any, str, Any]]:
+    """(the module or config, the name, what it is when off) of each, be it on or off."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    found = []
+    found: list[tuple[Any, str, Any]] = []
     for owner in [*configs.values(), *model.modules()]:
         values = vars(owner)
-        ends = {n: off for n in values for end, off in _SWITCHES.items() if n.endswith(end)}
+        found += [(owner, n, off) for end, off in _SWITCHES.items() for n in values if n.endswith(end)]
         if "apply_spec_augment" not in values:
             # There it is on wherever it masks anything.
-            ends |= {n: 0.0 for n in _SPEC_AUGMENT if n in values}
-        for name, off in ends.items():
-            if isinstance(values[name], (bool, int, float)) and values[name] != off:
-                found.append((owner, name, values[name], off))
+            found += [(owner, name, 0.0) for name in _SPEC_AUGMENT if name in values]
     return found
+
+
+def is_on(owner: Any, name: str, off: Any) -> bool:
+    """Whether a switch is."""
+    value = getattr(owner, name, off)
+    return isinstance(value, (bool, int, float)) and value != off
 
 
 def switch_off(model: nn.Module, switches: Switches | None = None) -> list[str]:
@@ -73,8 +76,9 @@ def switch_off(model: nn.Module, switches: Switches | None = None) -> list[str]:
         What was switched off, with the value that it had.
     """
     found, switches = dict[str, None](), switches or Switches()
-    for owner, name, value, off in are_on(model):
-        found[switches.turn_off(owner, name, off, f"{name}={value}")] = None
+    for owner, name, off in switches_of(model):
+        if is_on(owner, name, off):
+            found[switches.turn_off(owner, name, off, f"{name}={getattr(owner, name)}")] = None
     return list(found)
 
 

@@ -16,6 +16,8 @@ from hf_dp.per_example.checks.reads import AsRead, reads_of
 
 
 class Held(nn.Module):
+    mode = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.scale, self.unread, self.rates = nn.Linear(2, 2), 2.0, 1, {"first": [1.0, 2.0]}
@@ -24,7 +26,10 @@ class Held(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.linear(x) * self.scale * self.frozen + self.offset * getattr(self, "later", 0.0)
-        return made * self.rates["first"][0]  # type: ignore[no-any-return]
+        return self.extra(made * self.rates["first"][0] * self.mode)
+
+    def extra(self, x: Tensor) -> Tensor:
+        return x
 
 
 def as_read(model: nn.Module, loss: Any = None) -> AsRead:
@@ -47,6 +52,8 @@ def test_what_is_read_is_told_and_what_is_not_is_not() -> None:
         ("later", lambda: setattr(model, "later", 1.0)),
         ("rates.first", lambda: model.rates["first"].__setitem__(0, 5.0)),
         ("offset", lambda: model.offset.add_(1)),
+        ("mode", lambda: setattr(model, "mode", 2.0)),
+        ("extra", lambda: setattr(model, "extra", lambda x: x)),
         ("frozen", lambda: model.frozen.add_(1)),
     ):
         known.note()
