@@ -140,7 +140,7 @@ def test_unfreezing_in_the_middle_is_refused_before_the_step_is_paid(tmp_path: P
     model: Any = classifier()
     model.distilbert.requires_grad_(False)
     trainer = make(tmp_path, model, parts={"callbacks": [Unfreeze()]})
-    with pytest.raises(PreflightError, match="preflight did not see"):
+    with pytest.raises(ConfigurationError, match="more trained parameters than the training began with"):
         trainer.train()
     assert trainer.ledger.steps == trainer.state.global_step == 2
 

@@ -192,7 +192,7 @@ class ConstantLoss(DPTrainer):
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        (MeanLoss, ConfigurationError, r"returned \(\), not"),
+        (MeanLoss, ConfigurationError, r"returned \(\) of torch.float32, not"),
         (SharedDenominator, PreflightError, "neighbours|in a batch"),
         (ConstantLoss, UnsupportedModelError, "does not depend on any trainable parameter"),
     ],
