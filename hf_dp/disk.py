@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +16,9 @@ _SAID = (
 )  # fmt: skip
 
 
-def flush(place: Path) -> None:
-    """Writes a folder, or a file, to its disk: renamed before that, files could be empty after a loss of power."""
-    for path in [*place.rglob("*"), place]:
+def flush(folder: Path) -> None:
+    """Writes what lies in `folder` to its disk: renamed before that, files could be empty after a loss of power."""
+    for path in [*folder.rglob("*"), folder]:
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError:  # another process's, renamed meanwhile
@@ -31,24 +30,6 @@ def flush(place: Path) -> None:
                 raise
         finally:
             os.close(descriptor)
-
-
-def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Writes a file that at no moment, nor after a loss of power, is there in part.
-
-    Args:
-        path: in a folder that is there; what has this name is replaced.
-        mode: who may read it, and write to it, as for `os.open`.
-    """
-    # Trainer's uploads leave out names that begin with an underscore, and no record names one.
-    aside = path.with_name(f"_{path.name}-{secrets.token_hex(8)}")
-    try:
-        with open(aside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(content)
-        flush(aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 @contextmanager

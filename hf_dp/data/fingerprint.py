@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ from datasets import Dataset
 
 from hf_dp.data.first_seen import left_as_it_was
 from hf_dp.data.lengths import columns_of
-from hf_dp.disk import write_whole
 from hf_dp.errors import LedgerError
 from hf_dp.randomness import key_global_state, unchanged_global_state
 from hf_dp.units.rows import UnitRows
@@ -42,8 +43,11 @@ def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
         if not create:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Never half a key: a short one would be no secret; and one that its owner alone may read.
-        write_whole(path, secrets.token_bytes(_KEY_BYTES), 0o600)
+        # Never half a key: a short one would be no secret. mkstemp's files are readable by their owner only.
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=KEY_FILE)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+        os.replace(temporary, path)
     try:
         key = path.read_bytes()
     except OSError as error:

@@ -10,7 +10,6 @@ from pathlib import Path
 from hf_dp.accounting.events import primitives
 from hf_dp.accounting.gaussian import Gaussian
 from hf_dp.audit.outcome import Audit
-from hf_dp.disk import write_whole
 from hf_dp.errors import LedgerError
 from hf_dp.figures import lower, percent, upper
 from hf_dp.hub.card_file import write_card
@@ -42,7 +41,9 @@ def add_audit(directory: str | os.PathLike[str], audit: Audit) -> None:
             why="what stands in a record is what verify would find again.",
             fix="audit this training, with the delta of its claim.",
         )
-    write_whole(path, record.to_json().encode())
+    aside = path.with_name(f"_{RECORD_FILE}")
+    aside.write_text(record.to_json(), encoding="utf-8")
+    os.replace(aside, path)
     write_card(directory, record=record)
 
 

@@ -15,7 +15,6 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from markdown_it import MarkdownIt
 
-from hf_dp.disk import write_whole
 from hf_dp.hub.about import BY_TRAINER, about, contradicted, taken_out, template, without_padding, without_results
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section, without_audit
 from hf_dp.hub.claim import is_of_this_version
@@ -85,7 +84,9 @@ def write_card(
     card.text = _with_section(card.text, section, title, data)
     data["tags"] = [*tags, *(TAGS if record.report.private else ()), "hf_dp"]
     data[METADATA_KEY] = metadata(record, sha256(directory / RECORD_FILE))
-    write_whole(path, str(card).encode())
+    aside = path.with_name(f"_{CARD_FILE}")
+    card.save(aside)
+    os.replace(aside, path)
 
 
 def set_unreadable_aside(directory: Path) -> None:

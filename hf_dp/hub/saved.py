@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from hf_dp.disk import flush, full_disk_is_named, write_whole
+from hf_dp.disk import flush, full_disk_is_named
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub.card_file import set_unreadable_aside, without_claim
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord
@@ -117,7 +117,8 @@ def _move(folder: Path, directory: Path) -> None:
     set_unreadable_aside(directory)
     card = directory / CARD_FILE
     if card.is_file() and (bare := without_claim(text := card.read_bytes())) not in (None, text):
-        write_whole(card, bare)
+        (folder / _ASIDE).write_bytes(bare)
+        os.replace(folder / _ASIDE, card)
     (directory / RECORD_FILE).unlink(missing_ok=True)
     for name in stale:
         (directory / name).unlink(missing_ok=True)
