@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.bits import bits_of
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
@@ -177,14 +178,16 @@ def _products(value: Tensor, inputs: list[Tensor], gradients: Tensor) -> Iterabl
 
 def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
     """Refuses, when it is called, what was changed in place since: autograd does not look at what is kept here."""
-    # Frozen parameters are compared for themselves (`unchanged_buffers`): PEFT takes those of experts out and puts them
-    # back in each pass, and once more where a checkpoint computes again, which torch counts as writes.
-    versions = [(t, t._version) for t in tensors if not t.is_inference() and not _is_frozen(t)]
+    versions = [(t, t._version) for t in tensors if not t.is_inference()]
+    # PEFT takes these out and puts them back in each pass, and once more where a checkpoint computes again, which torch
+    # counts as writes.
+    told = {id(t): bits_of(t.detach().reshape(1, -1)) for t, _ in versions if _is_of_experts(t)}
 
     def check() -> None:
-        refuse_changed(versions)
+        counted = [(t, n) for t, n in versions if t._version != n]
+        refuse_changed((t, n) for t, n in counted if id(t) not in told or not _is_still(t, told[id(t)]))
         # FSDP2 frees the memory of whole parameters when their module's backward pass is over.
-        whole = (t for t in tensors if t.numel() and t.layout is torch.strided)
+        whole = (t for t, _ in versions if t.numel() and t.layout is torch.strided)
         if not all(t.untyped_storage().nbytes() for t in whole):
             raise UnsupportedModelError(
                 "a value is computed from parameters alone, some of which FSDP2 shards.",
@@ -195,8 +198,13 @@ def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
     return check
 
 
-def _is_frozen(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+def _is_of_experts(tensor: Tensor) -> bool:
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return is_frozen and tensor.dim() == 3 and tensor.layout is torch.strided and not tensor.is_complex()
+
+
+def _is_still(tensor: Tensor, bits: Tensor) -> bool:
+    return torch.equal(bits_of(tensor.detach().reshape(1, -1)), bits)
 
 
 def refuse_constant(losses: Tensor, uses: Iterable[Use], batch_size: int) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.per_example.batch import Batch, LossFunction
+from hf_dp.per_example.bits import bits_of
 from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.rule import Rule, refusal, refuse_changed
 from hf_dp.per_example.watch import Watch
 
 Take = Callable[[str, list[Factors]], None]
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(eq=False)
@@ -164,11 +164,3 @@ def checksums(factors: Factors) -> Tensor:
     if isinstance(factors, Outer):
         return bits_of(factors.left.tensor) + bits_of(factors.right.tensor)
     return bits_of(factors.values)
-
-
-def bits_of(values: Tensor) -> Tensor:
-    rows, size = values.detach().reshape(len(values), -1), values.element_size()
-    if rows.numel() and rows.shape[1] * size % 8 == rows.storage_offset() * size % 8 == 0 and rows.is_contiguous():
-        return rows.view(torch.int64).sum(1)
-    # Sums of shorter numbers copy them to longer ones first: of one example at a time.
-    return torch.stack([row.view(_BITS[size]).sum(dtype=torch.int64) for row in rows])

@@ -12,6 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import record
 from hf_dp.per_example.checks.memory import unchanged_buffers, writes_noted
 from scripts.judging import judge
 from tests import zoo
@@ -141,3 +143,18 @@ def test_what_no_pass_of_the_check_wrote_to_may_not_be_written_to_at_all() -> No
         model(IDS)
     with pytest.raises(UnsupportedModelError, match="was written to"), unchanged_buffers(model), torch.no_grad():
         next(model.parameters()).mul_(1)
+
+
+def test_a_frozen_weight_of_experts_that_is_changed_meanwhile_is_refused() -> None:
+    """What is put back as it was is told from what is not by its numbers."""
+    model, batch = model_of("qwen3_moe"), zoo.text_batch("causal_lm", 3, dtype=torch.float32)
+    frozen = next(p for n, p in model.named_parameters() if n.endswith("gate_up_proj"))
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        found = per_example_losses(model, batch)
+        with torch.no_grad():
+            frozen.mul_(1.5)
+        return found
+
+    with pytest.raises(UnsupportedModelError, match="changed in place"):
+        record(model, losses, batch)

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.bits import bits_of
 from hf_dp.per_example.checks.state import buffer_refused, configurations, is_saved
 from hf_dp.per_example.checks.values import copied, parts, same
 from hf_dp.per_example.sharding import named_modules, reshard
-from hf_dp.per_example.taken import bits_of
 
 _Place = tuple[str, str]
 _Told = tuple[Tensor | None, int | None, Any]

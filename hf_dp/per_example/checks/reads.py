@@ -228,8 +228,8 @@ def _getter(owner: Any, name: Any) -> Callable[[], Any] | None:
     if isinstance(owner, (type, types.ModuleType)):
         return lambda: vars(owner).get(name, NOTHING)
     if isinstance(owner, nn.Module):
-        # What every module has is looked at by other means, or is no value.
-        if name in OF_MODULES or name in owner._parameters or name in owner._modules or hasattr(nn.Module, name):
+        is_inherited = hasattr(nn.Module, name) and name not in vars(owner)  # looked at by other means, or no value
+        if name in OF_MODULES or name in owner._parameters or name in owner._modules or is_inherited:
             return None
         if name in owner._buffers:
             return lambda: owner._buffers.get(name, NOTHING)

@@ -14,8 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.errors import LedgerError
+from hf_dp.per_example.bits import bits_of
 from hf_dp.per_example.checks.state import is_saved as is_saved_buffer
-from hf_dp.per_example.taken import bits_of
 from hf_dp.step.plan import Plan
 from hf_dp.training.adapters import states_of_adapters
 from hf_dp.training.resuming.origin import covers

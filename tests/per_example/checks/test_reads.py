@@ -21,11 +21,12 @@ class Held(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.scale, self.unread, self.rates = nn.Linear(2, 2), 2.0, 1, {"first": [1.0, 2.0]}
+        self.type: Any = "as modules have a method"
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.register_buffer("offset", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.linear(x) * self.scale * self.frozen + self.offset * getattr(self, "later", 0.0)
+        made = self.linear(x) * len(self.type) * self.scale * self.frozen + self.offset * getattr(self, "later", 0.0)
         return self.extra(made * self.rates["first"][0] * self.mode)
 
     def extra(self, x: Tensor) -> Tensor:
@@ -53,6 +54,7 @@ def test_what_is_read_is_told_and_what_is_not_is_not() -> None:
         ("rates.first", lambda: model.rates["first"].__setitem__(0, 5.0)),
         ("offset", lambda: model.offset.add_(1)),
         ("mode", lambda: setattr(model, "mode", 2.0)),
+        ("type", lambda: setattr(model, "type", "another")),
         ("extra", lambda: setattr(model, "extra", lambda x: x)),
         ("frozen", lambda: model.frozen.add_(1)),
     ):

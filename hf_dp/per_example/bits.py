@@ -1,0 +1,17 @@
+"""Checksums of tensors, on their own devices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """(B,) int64: the bits of each row of (B, ...), added up as whole numbers, so in whatever order."""
+    rows, size = values.detach().reshape(len(values), -1), values.element_size()
+    if rows.numel() and rows.shape[1] * size % 8 == rows.storage_offset() * size % 8 == 0 and rows.is_contiguous():
+        return rows.view(torch.int64).sum(1)
+    # Sums of shorter numbers copy them to longer ones first: of one example at a time.
+    return torch.stack([row.view(_BITS[size]).sum(dtype=torch.int64) for row in rows])
