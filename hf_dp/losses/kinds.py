@@ -67,8 +67,9 @@ def loss_kind(model: nn.Module) -> str:
     name, *inherited = (kind.__name__ for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
     declared = getattr(base, "loss_type", None)
     said = next((kind for kind, suffixes, _ in _heads() if declared in suffixes), None)
-    # What a class says of itself goes before what it inherits; whether that is still so, its own loss shows.
-    known = _of_class(name) or said or next(filter(None, map(_of_class, inherited)), None)
+    # What is said of a model goes before its name, and that before what it inherits; whether it is so, its own loss
+    # shows. Transformers itself says it by the name, but for models that are told otherwise.
+    known = said or _of_class(name) or next(filter(None, map(_of_class, inherited)), None)
     # Transformers' own losses read it; a module that has none cannot have one of them, whatever it says.
     if (has_config := getattr(base, "config", None) is not None) and known is not None:
         # Its decoder is fed shifted labels, so that each position predicts its own.

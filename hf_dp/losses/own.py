@@ -139,7 +139,8 @@ def _probable(model: nn.Module, one: Mapping[str, Any], own: float, ours: float)
         if logits.shape[1] == labels.shape[1] and is_same(float(token_losses(logits, labels, 0.0)), own):
             return (
                 "Its forward does not shift the labels: each position is to give its own token, not the next.",
-                "use a model whose forward shifts them",
+                "set model.loss_type = 'ForMaskedLM' to train that, with labels that are moved where the next token is "
+                "to be predicted; or use a model whose forward shifts them",
             )
     return "Its forward computes another loss than that.", "use a model whose forward computes that"
 

@@ -49,10 +49,15 @@ def test_logits_at_other_positions_than_labels_are_refused() -> None:
 
 
 def test_a_model_whose_own_loss_is_another_is_refused() -> None:
-    """BartForCausalLM does not shift its labels."""
-    model = tiny("bart", "causal_lm")
+    """BartForCausalLM does not shift its labels. Where that is said of it, its loss is known."""
+    model: Any = tiny("bart", "causal_lm")
+    batch = text_batch("causal_lm")
     with pytest.raises(UnsupportedModelError, match="BartForCausalLM returns .* as its loss of one example"):
-        check_own_loss(model, text_batch("causal_lm"))
+        check_own_loss(model, batch)
+    model.loss_type = "ForMaskedLM"
+    check_own_loss(model, batch)
+    alone = model(**{name: value[:1] for name, value in batch.items()}).loss
+    torch.testing.assert_close(per_example_losses(model, batch)[0], alone)
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2], [1, 1, 1]])
@@ -117,6 +122,7 @@ def hint_for(model: Any) -> str:
 def test_the_hint_names_what_is_probable_by_what_is_seen() -> None:
     unshifted = hint_for(tiny("bart", "causal_lm"))
     assert "does not shift" in unshifted
+    assert "model.loss_type = 'ForMaskedLM'" in unshifted
     assert "router" not in unshifted
     for changes in ({}, {"router_aux_loss_coef": 1.0}):
         routed = hint_for(tiny("mixtral", "causal_lm", torch.float32, output_router_logits=True, **changes))
