@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from hf_dp.per_example.bits import bits_of
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
+from hf_dp.per_example.low_rank import summands_of
 from hf_dp.per_example.norms import magnitude_of
+from hf_dp.per_example.routed import Routed
 from hf_dp.per_example.rule import Axis, Operands, Rule, Use, refusal, refuse_changed
 from hf_dp.per_example.watched import Source, WatchedParameter, mapped, plain, tensors_in
 
@@ -31,10 +33,12 @@ class Constant:
     Attributes:
         hand_on: takes them (B, *shape of the constant), and how much they cancelled (B,), to what the constant was
             computed from.
+        hand_on_routed: the same, of one use of the matrices of experts, as the factors that it is; where it is known.
     """
 
     hand_on: Callable[[Tensor, Tensor], None]
     shape: torch.Size
+    hand_on_routed: Callable[[Routed], None] | None = None
     gathered: Tensor | None = None
     # Multiplied out when they are handed on: of many constants, each may be as large as a weight.
     kept: list[Outer] = field(default_factory=list)
@@ -43,8 +47,9 @@ class Constant:
 
     def gather(self, factors: Factors) -> None:
         """Adds the gradients of one use."""
-        magnitude = magnitude_of(factors)
-        self.magnitude = magnitude if self.magnitude is None else self.magnitude + magnitude
+        if not self._is_handed_on(factors):
+            magnitude = magnitude_of(factors)
+            self.magnitude = magnitude if self.magnitude is None else self.magnitude + magnitude
         if isinstance(factors, Outer):
             with full_precision(factors.device):
                 factors = factors.settled()
@@ -55,6 +60,10 @@ class Constant:
         else:
             self._add(factors.values)
 
+    def _is_handed_on(self, factors: Factors) -> TypeGuard[Routed]:
+        # Lengths that are given are those of other rows.
+        return self.hand_on_routed is not None and isinstance(factors, Routed) and factors.given is None
+
     def _add(self, values: Tensor) -> None:
         values = values.reshape(len(values), *self.shape)
         self.gathered = values if self.gathered is None else self.gathered + values
@@ -63,7 +72,11 @@ class Constant:
         """Hands on what was gathered."""
         refuse_changed(self.versions)
         while self.kept:
-            self._add(self.kept.pop().instantiated().values)
+            use = self.kept.pop()
+            if self.hand_on_routed is not None and self._is_handed_on(use):
+                self.hand_on_routed(use)
+            else:
+                self._add(use.instantiated().values)
         self.versions.clear()
         if self.gathered is not None and self.magnitude is not None:
             gathered, self.gathered = self.gathered, None
@@ -74,11 +87,9 @@ class Constant:
             self.hand_on(gathered, cancelled.masked_fill(~self.magnitude.isfinite(), torch.inf))
 
 
-def by_rule(
-    rule: Rule, given: Tensor, operands: Operands, watched: dict[str, Source]
-) -> tuple[Tensor, Callable[[Tensor, Tensor], None], bool]:
-    """The value of an operation on a constant input, what hands its gradients on (the rule's own backward), and whether
-    no operand shares its memory."""
+def by_rule(rule: Rule, given: Tensor, operands: Operands, watched: dict[str, Source]) -> tuple[Tensor, Constant, bool]:
+    """The value of an operation on a constant input, what gathers its gradients (to hand them on by the rule's own
+    backward), and whether no operand shares its memory."""
     output, saved = rule.forward(given, operands)
     check = _untouched([*saved, output])
 
@@ -93,7 +104,7 @@ def by_rule(
                 source.pull(_of_sums(found, cancelled))
 
     parameters = [p for p in operands.parameters.values() if isinstance(p, Tensor)]
-    return output, hand_on, _is_apart(output, [given, *parameters])
+    return output, Constant(hand_on, output.shape), _is_apart(output, [given, *parameters])
 
 
 def _of_sums(factors: Factors, cancelled: Tensor) -> Factors:
@@ -106,14 +117,14 @@ def by_autograd(
     function: Any,
     args: Any,
     kwargs: Any,
-    make: Callable[[Tensor, Callable[[Tensor, Tensor], None], bool], WatchedParameter],
+    make: Callable[[Tensor, Constant, bool], WatchedParameter],
 ) -> Any:
     """What any operation on constants returns, with constants for tensors.
 
     Their gradients are handed on by one vector-Jacobian product for each example.
 
     Args:
-        make: makes a constant of a value, of what hands its gradients on, and of whether no other shares its memory.
+        make: makes one of a value, of what gathers its gradients, and of whether no other shares its memory.
 
     Raises:
         RuntimeError: the operation changes one of its arguments.
@@ -139,6 +150,13 @@ def by_autograd(
     check = _untouched([*tensors, *(o.detach() for o in tensors_in(output))])
     parents, inputs = [p for p, _ in leaves.values()], [x for _, x in leaves.values()]
 
+    summands = summands_of(function, args, kwargs)
+
+    def hand_on_routed(routed: Routed) -> None:
+        check()
+        for summand in summands or ():
+            summand.source.pull(summand.passed(routed))
+
     def constant(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
@@ -149,7 +167,8 @@ def by_autograd(
                 if gradient is not None:
                     parent.pull(_of_sums(PerExample(gradient), cancelled))
 
-        return make(value.detach(), hand_on, output is value and _is_apart(value, tensors))
+        gathered = Constant(hand_on, value.shape, hand_on_routed if summands else None)
+        return make(value.detach(), gathered, output is value and _is_apart(value, tensors))
 
     return mapped(constant, output)
 

@@ -84,6 +84,12 @@ class Routed(Outer):
             index = order[starts[chosen, None] + places.minimum(own - 1)]
             yield Parts(found[chosen] // self.experts, found[chosen] % self.experts, index, places < own)
 
+    def places(self) -> Sequence[Tensor]:
+        """Of each expert, where its positions are among those of all examples."""
+        ids = self.ids.flatten()
+        places: Sequence[Tensor] = ids.argsort(stable=True).split(ids.bincount(minlength=self.experts).tolist())
+        return places
+
     def outer(self, parts: Parts) -> Outer:
         """Those of n "examples"."""
         # Beside zeros on one side it makes no difference what is on the other.
@@ -125,10 +131,8 @@ class Routed(Outer):
 
     def add_weighted_(self, out: Tensor, coefficients: Tensor) -> None:
         """As of `Outer`, to `out` (experts, left.size, right.size)."""
-        order = self.ids.flatten().argsort(stable=True)
-        counts = torch.bincount(self.ids.flatten(), minlength=self.experts).tolist()
         matrices = out.view(self.experts, self.left.size, self.right.size)
-        for matrix, rows in zip(matrices, order.split(counts), strict=True):
+        for matrix, rows in zip(matrices, self.places(), strict=True):
             if len(rows):
                 left, right = (side.tensor.flatten(0, 1)[rows, None] for side in (self.left, self.right))
                 add_weighted_(matrix, left, right, coefficients[rows // self.ids.shape[1]], self.scale)

@@ -269,10 +269,7 @@ class Watch:
         except RuntimeError as error:
             raise refused from error
 
-    def _constant(
-        self, parameters: list[str], value: Tensor, hand_on: Callable[[Tensor, Tensor], None], is_apart: bool
-    ) -> Any:
-        constant = Constant(hand_on, value.shape)
+    def _constant(self, parameters: list[str], value: Tensor, constant: Constant, is_apart: bool) -> Any:
         self.constants.append(constant)
         self.dtypes.add(value.dtype)
         made = WatchedParameter.of(Source(tuple(parameters), self, value.detach(), constant.gather))
