@@ -21,7 +21,7 @@ from hf_dp.errors import HfDpError, PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.copies import Run, differing_copies, follows_number, moved_rows
 from hf_dp.per_example.checks.draws import Change, Draw, Draws
-from hf_dp.per_example.checks.independence import check_without_dropout, parameter_norms, rows_of
+from hf_dp.per_example.checks.independence import check_without_dropout, observer, parameter_norms
 from hf_dp.per_example.checks.switches import Switches, warn_of
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Readings, Rule, Use
@@ -56,7 +56,7 @@ def without_shared_coins(
     Raises:
         PreflightError: with the operation and the module that draws.
     """
-    size = batch_size(batch)
+    size, rows_of = batch_size(batch), observer(model)
 
     def observed(batch: Batch = batch) -> tuple[list[Use], list[Tensor]]:
         uses: list[Use] = []

@@ -195,7 +195,7 @@ def _observe(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, watch: _Watching
 ) -> tuple[list[tuple[Use, Tensor]], Tensor]:
     seen: list[tuple[Use, Tensor]] = []
-    size = batch_size(batch)
+    size, rows_of = batch_size(batch), observer(model)
 
     def observe(use: Use, given: Tensor, axis: Axis) -> None:
         seen.append((use, rows_of(given, axis).expand(size, -1)))
@@ -206,12 +206,23 @@ def _observe(
     return seen, losses.detach().reshape(size, 1)
 
 
-def rows_of(given: Tensor, axis: Axis) -> Tensor:
-    """What an operation is given, for each example, or (1, n) for all of them; a copy."""
-    given = given.detach()
-    if given.layout is not torch.strided and axis.reading == "constant":
-        return torch.cat([part.double().flatten() for part in parts(given)])[None]
-    return given.to_dense().clone().reshape(1 if axis.reading == "constant" else axis.batch_size, -1)
+def observer(model: nn.Module) -> Callable[[Tensor, Axis], Tensor]:
+    """What gives a copy of what an operation is given, for each example, or (1, n) for all of them.
+
+    Of frozen parameters of `model` nothing: while no pass writes into them (`unchanged_state`), no example is there.
+    """
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+
+    def rows_of(given: Tensor, axis: Axis) -> Tensor:
+        is_constant = axis.reading == "constant"
+        if is_constant and id(given) in frozen:
+            return given.new_empty(1, 0)
+        given = given.detach()
+        if given.layout is not torch.strided and is_constant:
+            return torch.cat([part.double().flatten() for part in parts(given)])[None]
+        return given.to_dense().clone().reshape(1 if is_constant else axis.batch_size, -1)
+
+    return rows_of
 
 
 def _rows_agree(

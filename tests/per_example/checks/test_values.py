@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_dp import PrivacyConfig, PrivateRun
 from hf_dp.errors import HfDpError
-from hf_dp.per_example.checks.independence import close, rows_of
+from hf_dp.per_example.checks.independence import close, observer
 from hf_dp.per_example.checks.values import equal, far
 from hf_dp.per_example.rule import Axis
 
@@ -109,7 +109,7 @@ def test_they_are_close_where_places_are_the_same(layout: str) -> None:
 
 
 def test_what_all_examples_are_given_is_one_row_of_places_and_values() -> None:
-    one = torch.eye(4)
+    one, rows_of = torch.eye(4), observer(torch.nn.Module())
     rows = [rows_of(one.to_sparse(), Axis(3, "constant")), rows_of(one.flip(0).to_sparse(), Axis(3, "constant"))]
     assert {len(row) for row in rows} == {1}
     assert not torch.equal(*rows)

@@ -1,0 +1,57 @@
+"""What one example beside others is held by: all that operations are given, but frozen parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dp.errors import HfDpError
+from hf_dp.per_example import preflight
+from hf_dp.per_example.checks.independence import observer
+from hf_dp.per_example.rule import Axis
+from tests.per_example.small import Small, batch, parameter, square
+
+
+def test_frozen_parameters_are_not_copied_and_all_else_is() -> None:
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    rows_of, constant = observer(model), Axis(4, "constant")
+    assert rows_of(model.bias, constant).numel() == 0
+    assert rows_of(model.weight, constant).shape == (1, 6)
+    same = nn.Parameter(model.bias.detach(), requires_grad=False)
+    for other in (same, model.bias.detach(), model.bias.clone()):
+        assert torch.equal(rows_of(other, constant), model.bias[None])
+    assert rows_of(torch.ones(8, 3), Axis(4, "folded")).shape == (4, 6)
+
+
+def written(model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        model.frozen.copy_(x.mean(0))
+
+
+def in_its_place(model: Any, x: Tensor) -> None:
+    model.frozen = nn.Parameter(x.mean(0), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [written, in_its_place])
+def test_the_mean_of_a_batch_in_a_frozen_parameter_is_refused(change: Any) -> None:
+    """What a trained parameter is added to is otherwise what all examples share."""
+
+    def function(model: Any, x: Tensor) -> Tensor:
+        change(model, x)
+        return x @ torch.diag(model.own + model.frozen)
+
+    def still(model: Any, x: Tensor) -> Tensor:
+        return x @ torch.diag(model.own + model.frozen)
+
+    def made(of: Any) -> Small:
+        model = Small(of, own=parameter(3), frozen=parameter(3))
+        model.frozen.requires_grad_(False)
+        return model
+
+    preflight(made(still), square, batch(4, 3))
+    with pytest.raises(HfDpError, match="frozen|neighbours|differently"):
+        preflight(made(function), square, batch(4, 3))
