@@ -37,7 +37,7 @@ def summands_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     whole, left, right = args
     if plain(whole).shape != (*plain(left).shape[:2], plain(right).shape[2]):
         return None
-    alpha, beta = (float(kwargs.get(name, 1)) for name in ("alpha", "beta"))
+    alpha, beta = (float(plain(kwargs.get(name, 1))) for name in ("alpha", "beta"))
     passed = (
         (whole, lambda routed: routed.scaled(beta)),
         (left, lambda routed: replace(routed, right=_times(routed, routed.right, plain(right).mT)).scaled(alpha)),
