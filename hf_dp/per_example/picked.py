@@ -20,7 +20,17 @@ from hf_dp.per_example.watched import WatchedParameter, flatten, tensors_in
 
 _INDEXING = frozenset(("__getitem__", "index"))
 # Of these each number of the result is one of the first argument's, wherever that is chosen by the others.
-_CHOOSING = _INDEXING | {"index_select", "gather", "take_along_dim", "narrow", "narrow_copy", "slice", "split", "chunk"}
+_CHOOSING = _INDEXING | {
+    "index_select",
+    "gather",
+    "take_along_dim",
+    "narrow",
+    "narrow_copy",
+    "slice",
+    "split",
+    "chunk",
+    "vsplit",
+}
 _INDEXED_WRITES = frozenset(("__setitem__", "index_put", "index_put_"))
 _JOINING = frozenset(("cat", "concat", "concatenate", "vstack", "row_stack"))
 _VIEWING = frozenset(("view", "reshape", "unflatten", "view_as", "reshape_as"))
@@ -28,17 +38,18 @@ _VIEWING = frozenset(("view", "reshape", "unflatten", "view_as", "reshape_as"))
 _FIRST = ("input", "self", "tensor", "tensors", "sequences")
 # Where the arguments of what picks along one axis have that axis, and which it is where they leave it out; () of what
 # knows no axis.
-_PICKING: dict[str, tuple[int, int] | tuple[()]] = {
+_PICKING: dict[str, tuple[int, int | None] | tuple[()]] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), (1, 0)),
     **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk", "unsafe_chunk", "unsafe_split"), (2, 0)),
     **dict.fromkeys(("narrow", "narrow_copy", "index_select", "gather", "unfold", "slice"), (1, 0)),
     "sort": (1, -1),
     "topk": (2, -1),
-    **dict.fromkeys(("vstack", "row_stack"), ()),
+    "take_along_dim": (2, None),
+    **dict.fromkeys(("vstack", "row_stack", "vsplit"), ()),
     **dict.fromkeys(("masked_select", "take", "msort", "unique", "unique_consecutive", "as_strided"), ()),
 }
 # The same of what writes rows into others.
-_WRITING: dict[str, tuple[int, int] | tuple[()]] = {
+_WRITING: dict[str, tuple[int, int | None] | tuple[()]] = {
     **dict.fromkeys(("index_add", "index_copy", "index_fill", "index_reduce", "slice_scatter"), (1, 0)),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "select_scatter"), (1, 0)),
     **dict.fromkeys(("masked_scatter", "put"), ()),
@@ -90,6 +101,11 @@ class Picked(TorchFunctionMode):
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
         rows = [one for one in made if one.dtype != torch.bool]
         name = str(getattr(func, "__name__", "")).partition(".")[0]
+        table = next((a for a in given if a.is_floating_point()), None)
+        if name == "embedding" and table is not None and self.is_data(table) and {a.dim() for a in given} == {1, 2}:
+            # Rows that were computed from the batch, looked up as those of a table.
+            index = given[given[0] is table]
+            name, func, args, kwargs, given = "index_select", torch.index_select, (table, 0, index), {}, [table]
         is_written = name in _INDEXED_WRITES or name.removesuffix("_") in _WRITING
         changed = given[:1] if is_written else rows
         picks = bool(changed) and self._picks(name, args, kwargs)
@@ -214,7 +230,7 @@ class Picked(TorchFunctionMode):
         )
 
 
-def _is_first(place: tuple[int, int] | tuple[()], args: tuple[Any, ...], kwargs: Any, source: Tensor) -> bool:
+def _is_first(place: tuple[int, int | None] | tuple[()], args: tuple[Any, ...], kwargs: Any, source: Tensor) -> bool:
     """Whether an operation works along the first axis."""
     if not place:
         return True

@@ -248,6 +248,10 @@ class ByKind(nn.Module):
         return self.out((h + torch.zeros_like(h).index_copy(0, order, made)).mean(1))
 
 
+def along(h: Tensor, order: Tensor) -> Tensor:
+    return torch.take_along_dim(h, order[:, None, None], dim=0)
+
+
 def of_kinds(*kinds: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(len(kinds))
     ids = torch.randint(0, 9, (len(kinds), 5), generator=generator)
@@ -263,6 +267,26 @@ def of_kinds(*kinds: int) -> dict[str, Tensor]:
     ],
 )
 def test_failure_97_examples_sorted_by_kind_where_the_check_saw_one_kind(how: Any) -> None:
+    refused_once_kinds_differ(how)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(lambda h, kind: along(h, kind.argsort(stable=True)), id="sorted along an axis"),
+        pytest.param(
+            lambda h, kind: F.embedding(kind.argsort(stable=True), h.flatten(1)).view(h.shape), id="looked up"
+        ),
+        pytest.param(
+            lambda h, kind: torch.cat([torch.vsplit(h, len(h))[i] for i in kind.argsort(stable=True)]), id="cut"
+        ),
+    ],
+)
+def test_failure_101_and_sorted_by_what_is_no_index(how: Any) -> None:
+    refused_once_kinds_differ(how)
+
+
+def refused_once_kinds_differ(how: Any) -> None:
     def losses(model: Any, data: Any) -> Tensor:
         logits = model(data["input_ids"], data["kind"])
         return F.cross_entropy(logits, data["labels"], reduction="none")

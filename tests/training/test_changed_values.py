@@ -236,6 +236,33 @@ def test_failure_96_what_is_exchanged_or_written(tmp_path: Path, what: str) -> N
     assert run.ledger.steps == 1
 
 
+def test_failure_100_a_module_that_a_model_leaves_in_eval_mode_at_first(tmp_path: Path) -> None:
+    """As norms are, that are frozen for some steps: no loss reads what decides about it."""
+
+    class Centring(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return less_their_mean(h) if self.training else h
+
+    class Thawing(Switched):
+        def __init__(self) -> None:
+            super().__init__()
+            self.between, self.is_frozen = Centring(), True
+
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            self.between.train(mode and not self.is_frozen)
+            return self
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.between(torch.tanh(self.table(ids).mean(1) + self.place)))  # type: ignore[no-any-return]
+
+    run = trainer(tmp_path, Thawing())
+    run.add_callback(Before(lambda model, step: setattr(model, "is_frozen", step < 1)))
+    with pytest.raises(PreflightError, match="neighbours"):
+        run.train()
+    assert run.ledger.steps == 1
+
+
 class Centred:
     """Of another class, which holds nothing."""
 

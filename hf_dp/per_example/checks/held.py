@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 import types
@@ -22,7 +23,7 @@ from hf_dp.per_example.checks.values import BIG, COPIED, NOTHING, SCALARS, SERIE
 Place = tuple[str, Any]
 # Their objects are looked at by other means, or are none of what a user's own loss writes.
 _LIBRARIES = {"hf_dp", "torch", "transformers", "peft", "accelerate", "trl", "datasets", "tokenizers", "numpy"}
-_OF_NAMES = (dict, types.SimpleNamespace, UserDict, UserList, types.MethodType, types.FunctionType)
+_OF_NAMES = (dict, types.SimpleNamespace, UserDict, UserList, types.MethodType, types.FunctionType, functools.partial)
 # Data are looked at by other means, and hold files that are open.
 _NO_OBJECT = (type, nn.Module, types.BuiltinFunctionType, types.ModuleType, Dataset)
 # Of one holder so many entries, of one series so many items, of one module so many holders, so deep.
@@ -82,8 +83,7 @@ class Held:
                     items = [(f"{within}[{i}]", item) for i, item in enumerate(islice(value, _ITEMS))]
                 if depth == _DEPTH or (path, name) in self._unread:
                     continue
-                for inner, one in items:
-                    one = one.__self__ if isinstance(one, types.MethodType) else one
+                for inner, one in chain.from_iterable(itertools.starmap(_bound, items)):
                     if id(one) not in self._seen and number < _HOLDERS and is_holder(one):
                         number += 1
                         self._seen.add(id(one))
@@ -119,6 +119,12 @@ class Held:
                     put(self.owners[place[0]], place[1], value)
 
 
+def _bound(path: str, value: Any) -> list[tuple[str, Any]]:
+    """Of a method its object and its function, which an object may have been given; of anything else itself."""
+    is_method = isinstance(value, types.MethodType)
+    return [(path, value.__self__), (f"{path}.__func__", value.__func__)] if is_method else [(path, value)]
+
+
 def _is_list(value: Any) -> bool:
     return type(value) in (list, deque)
 
@@ -138,12 +144,18 @@ def put(owner: Any, name: Any, value: Any) -> None:
         else:
             owner[name] = value
     elif isinstance(owner, types.FunctionType):
-        if name in (cells := cells_of(owner)):
-            cells[name].cell_contents = None if value is NOTHING else value
-        elif value is NOTHING:
-            owner.__globals__.pop(name, None)
+        found = (where for label, where, _ in _placed(owner) if label == name)
+        where = next(found, {} if "." in name else owner.__globals__)
+        if isinstance(where, types.CellType):
+            where.cell_contents = None if value is NOTHING else value
+        elif isinstance(where, int):
+            defaults = owner.__defaults__ or ()
+            owner.__defaults__ = (*defaults[:where], value, *defaults[where + 1 :])
         else:
-            owner.__globals__[name] = value
+            put(where, name.rpartition(".")[2], value)
+    elif isinstance(owner, functools.partial):
+        args = [value if str(i) == name else one for i, one in enumerate(owner.args)]
+        cast("Any", owner).__setstate__((owner.func, tuple(args), owner.keywords, vars(owner)))
     elif value is not NOTHING:
         # Past the `__setattr__` of what is frozen, and that of modules, which registers.
         (setattr if isinstance(owner, type) else object.__setattr__)(owner, name, value)
@@ -173,6 +185,12 @@ def entries(holder: Any) -> Iterable[tuple[Any, Any]]:
         return [(name, value) for name, value in vars(holder).items() if not name.startswith("__")]
     if isinstance(holder, types.FunctionType):
         return _named_in(holder)
+    if isinstance(holder, functools.partial):
+        return [
+            ("func", holder.func),
+            *((str(i), one) for i, one in enumerate(holder.args)),
+            ("keywords", holder.keywords),
+        ]
     own = vars(holder).items() if hasattr(holder, "__dict__") else ()
     if slots := _slots(cast("Any", type(holder))):
         return [*own, *((name, getattr(holder, name)) for name in slots if hasattr(holder, name))]
@@ -180,14 +198,41 @@ def entries(holder: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function names: in the functions around it, and in its file."""
-    cells, names = cells_of(function), function.__globals__
-    for name in names_in(function.__code__):
+    """What a function names, and what is its own."""
+    return ((label, value) for label, _, value in _placed(function))
+
+
+def _placed(function: types.FunctionType) -> Iterator[tuple[str, Any, Any]]:
+    """(a label, what holds it by the last part of that, the value) of what a function names: in functions around it, in
+    its file, and in modules that are no library's, which it may import itself; and of its attributes and defaults."""
+    cells, names = cells_of(function), names_in(function.__code__)
+    for name in names:
         if name in cells:
             with suppress(ValueError):  # it is empty
-                yield name, cells[name].cell_contents
-        elif name in names and not name.startswith("__"):
-            yield name, names[name]
+                yield name, cells[name], (value := cells[name].cell_contents)
+                yield from _in_module(name, value, names)
+        elif not name.startswith("__"):
+            if name in function.__globals__:
+                yield name, function.__globals__, function.__globals__[name]
+            yield from _in_module(name, function.__globals__.get(name, sys.modules.get(name)), names)
+    yield "__dict__", {}, vars(function)
+    if keywords := function.__kwdefaults__:
+        yield "__kwdefaults__", {}, keywords
+    defaults, code = function.__defaults__ or (), function.__code__
+    given = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    yield from ((f"{name} by default", i, value) for i, (name, value) in enumerate(zip(given, defaults, strict=True)))
+
+
+def _in_module(path: str, module: Any, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+    if not isinstance(module, types.ModuleType) or is_library(module.__name__.partition(".")[0]):
+        return
+    for name in names:
+        if name in vars(module) and not name.startswith("__"):
+            value = vars(module)[name]
+            if not isinstance(value, types.ModuleType):
+                yield f"{path}.{name}", vars(module), value
+            elif value.__name__.startswith(f"{module.__name__}."):
+                yield from _in_module(f"{path}.{name}", value, names)
 
 
 def cells_of(function: Any) -> dict[str, Any]:

@@ -8,20 +8,21 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hf_dp.per_example.checks.held import entries, is_holder, is_library, is_own, is_value, names_in
+from hf_dp.per_example.checks.held import entries, is_holder, is_own, is_value
 from hf_dp.per_example.checks.memory import told_of, write_of
 from hf_dp.per_example.checks.switches import is_on, switches_of
-from hf_dp.per_example.checks.values import NOTHING, OF_MODULES, copied_within, same
+from hf_dp.per_example.checks.values import NOTHING, OF_MODULES, SERIES, copied_within, same
 
 # Of a run of hf_dp, which is no object of a user's.
 _STEP = "global_step"
-_MOST = 8192
+_MOST, _ITEMS, _DEPTH = 8192, 64, 4
 _SETTINGS = (argparse.Namespace, types.SimpleNamespace, LRScheduler)
 
 
@@ -41,10 +42,6 @@ class Reads:
             called = [("__call__", vars(owner)["__call__"])] if isinstance(owner, type) and _is_called(owner) else []
             for name, value in [*entries(owner), *called]:
                 inner = f"{path}.{name}".lstrip(".")
-                if isinstance(value, types.ModuleType) and isinstance(owner, types.FunctionType):
-                    if is_own(owner) and not is_library(value.__name__.partition(".")[0]):
-                        self.owners[inner], self.names[inner] = value, {*names_in(owner.__code__)} & vars(value).keys()
-                    continue
                 for number, one in enumerate(_within(value) if id(value) not in seen and len(todo) < _MOST else ()):
                     if id(one) not in seen:
                         seen |= {id(value), id(one)}
@@ -82,7 +79,7 @@ def _is_called(kind: type) -> bool:
     return isinstance(vars(kind).get("__call__"), types.FunctionType)
 
 
-def _within(value: Any) -> list[Any]:
+def _within(value: Any, depth: int = 0) -> list[Any]:
     """What holds settings, and how far a training is."""
     if isinstance(value, Optimizer):
         return list(value.param_groups)
@@ -90,14 +87,17 @@ def _within(value: Any) -> list[Any]:
         value = value.__func__
     elif isinstance(value, property):
         value = value.fget
-    elif isinstance(value, functools.partial):
-        value = value.func
+    elif isinstance(value, functools._lru_cache_wrapper):
+        value = value.__wrapped__
+    if isinstance(value, SERIES):
+        items = islice(value, _ITEMS if depth < _DEPTH else 0)
+        return [one for item in items for one in _within(item, depth + 1)]
     if isinstance(value, type):
         return [value] if is_own(value) else []
     if type(value).__module__.startswith("hf_dp"):
         return [value] if hasattr(type(value), _STEP) else []
     if isinstance(value, types.MethodType):
-        value = value.__self__
+        return [*_within(value.__self__), *_within(value.__func__)]
     is_told = is_dataclass(value) or isinstance(value, _SETTINGS) or hasattr(value, "model_type")
     return [value] if is_told or is_holder(value) else []
 
@@ -109,7 +109,7 @@ def reads_of(owners: Mapping[str, Any]) -> Iterator[Reads]:
     paths = {id(owner): path for path, owner in found.owners.items()}
     kinds = {nn.Module if isinstance(owner, nn.Module) else type(owner): None for owner in found.owners.values()}
     with ExitStack() as stack:
-        for kind in kinds.keys() - {types.ModuleType}:
+        for kind in kinds:
             try:
                 stack.enter_context(_noting(kind, paths, found.names))
             except (AttributeError, TypeError):  # a class of C's, of whose objects all may have been read
@@ -138,7 +138,7 @@ def _noting(kind: Any, paths: Mapping[int, str], names: Mapping[str, set[str]]) 
 
 
 class AsRead:
-    """The values that losses read, as they are; and what of the model is frozen or saved beside its weights.
+    """The values that losses read, as they are; what of the model is frozen, and which modules are in training mode.
 
     Args:
         model: of which trainable weights are what a training changes.
@@ -162,7 +162,7 @@ class AsRead:
             known if known is not None and known.is_very(get()) else _Known(get(), with_tensors)
             for (_, get, with_tensors), known in zip(self._watched, before, strict=True)
         ]
-        self._frozen = self._marks()
+        self._frozen, self._modes = self._marks(), self._training()
 
     def changed(self) -> str | None:
         """The name of one that is another now, or of one that draws for all examples and is on now."""
@@ -172,7 +172,10 @@ class AsRead:
         found = next((name for (name, get, _), known in values if not known.is_still(get())), None)
         if found is None and (marks := self._marks()) != self._frozen:
             found = next(name for name in {**marks, **self._frozen} if marks.get(name) != self._frozen.get(name))
-        return found
+        return found or next((name for name, mode in self._training().items() if mode != self._modes.get(name)), None)
+
+    def _training(self) -> dict[str, bool]:
+        return {f"{path}.training".lstrip("."): module.training for path, module in self._model.named_modules()}
 
     def _marks(self) -> dict[str, Any]:
         return {name: (id(p), write_of(p)) for name, p in self._model.named_parameters() if not p.requires_grad}
@@ -204,12 +207,16 @@ def _writes(tensor: Tensor) -> int:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, types.MappingProxyType):
+        return types.MappingProxyType(_copied(dict(value)))
     if isinstance(value, dict):
         return {name: _copied(item) for name, item in value.items()} if len(value) < 64 else value
     return copied_within(value) if is_value(value) else value
 
 
 def _is_same(now: Any, before: Any) -> bool:
+    if isinstance(now, types.MappingProxyType) and isinstance(before, types.MappingProxyType):
+        return _is_same(dict(now), dict(before))
     if now is before:
         return True
     if isinstance(now, dict) and isinstance(before, dict):
@@ -225,7 +232,7 @@ def _getter(owner: Any, name: Any) -> Callable[[], Any] | None:
         return lambda: owner.get(name, NOTHING)
     if isinstance(owner, types.FunctionType):
         return lambda: dict(entries(owner)).get(name, NOTHING)
-    if isinstance(owner, (type, types.ModuleType)):
+    if isinstance(owner, type):
         return lambda: vars(owner).get(name, NOTHING)
     if isinstance(owner, nn.Module):
         is_inherited = hasattr(nn.Module, name) and name not in vars(owner)  # looked at by other means, or no value
@@ -235,7 +242,21 @@ def _getter(owner: Any, name: Any) -> Callable[[], Any] | None:
             return lambda: owner._buffers.get(name, NOTHING)
     if name == _STEP and type(owner).__module__.startswith("hf_dp"):
         return lambda: getattr(owner, name)
-    if not hasattr(owner, "__dict__"):
+    if not hasattr(owner, "__dict__") or isinstance(owner, functools.partial):
         return lambda: dict(entries(owner)).get(name, NOTHING)
     # Also of what its class has: it may get one of its own.
-    return None if name.startswith("__") else lambda: vars(owner).get(name, NOTHING)
+    return None if name.startswith("__") else functools.partial(_attribute, owner, name)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """What an object holds by this name, or gives by it where its class looks it up by another, say."""
+    own, kind = vars(owner), cast("Any", type(owner))
+    if name in own or isinstance(owner, nn.Module):
+        return own.get(name, NOTHING)
+    if kind.__getattribute__ is object.__getattribute__ and not hasattr(kind, "__getattr__"):
+        return NOTHING
+    try:
+        value = getattr(owner, name, NOTHING)
+    except Exception:  # noqa: BLE001 - of another's code
+        return NOTHING
+    return value if is_value(value) else NOTHING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,72 @@ def test_failure_74_what_functions_name(losses: Any) -> None:
     made = losses(model := Plain())
     refused_in_its_step(model, made, "largest|LARGEST", made)
     assert LARGEST == OF_THIS_FILE["largest"] == 10
+
+
+def in_an_attribute_of_a_function(model: nn.Module) -> Any:
+    def losses(x: Tensor) -> Tensor:
+        known: Any = losses
+        known.largest = max(getattr(known, "largest", 10.0), float(x.detach().abs().max()))
+        return model(x / known.largest).sum(1)
+
+    return losses
+
+
+def in_a_default(model: nn.Module) -> Any:
+    def losses(x: Tensor, largest: list[float] = [10.0]) -> Tensor:  # noqa: B006
+        largest[0] = max(largest[0], float(x.detach().abs().max()))
+        return model(x / largest[0]).sum(1)
+
+    return losses
+
+
+def in_a_default_by_name(model: nn.Module) -> Any:
+    def losses(x: Tensor, *, kept: dict[str, float] = {"largest": 10.0}) -> Tensor:  # noqa: B006
+        kept["largest"] = max(kept["largest"], float(x.detach().abs().max()))
+        return model(x / kept["largest"]).sum(1)
+
+    return losses
+
+
+def scaled_by(kept: dict[str, Any], x: Tensor) -> Tensor:
+    kept["largest"] = max(kept["largest"], float(x.detach().abs().max()))
+    return x / kept["largest"]
+
+
+def in_an_argument_of_a_partial(model: nn.Module) -> Any:
+    scaled = functools.partial(scaled_by, {"largest": 10.0})
+    return lambda x: model(scaled(x)).sum(1)
+
+
+def in_another_file(model: nn.Module) -> Any:
+    other = types.ModuleType("of_a_user")
+    other.largest = 10.0  # type: ignore[attr-defined]
+
+    def losses(x: Tensor) -> Tensor:
+        other.largest = max(other.largest, float(x.detach().abs().max()))  # type: ignore[attr-defined]
+        return model(x / other.largest).sum(1)  # type: ignore[attr-defined]
+
+    return losses
+
+
+def in_a_file_of_what_was_made_a_method(model: nn.Module) -> Any:
+    owner = types.SimpleNamespace(model=model)
+    owner.scaled = types.MethodType(scaled_of_this_file, owner)
+    return types.MethodType(lambda self, x: self.model(self.scaled(x)).sum(1), owner)
+
+
+def scaled_of_this_file(self: Any, x: Tensor) -> Tensor:
+    return scaled_by(OF_THIS_FILE, x)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        *(in_an_attribute_of_a_function, in_a_default, in_a_default_by_name, in_an_argument_of_a_partial),
+        *(in_another_file, in_a_file_of_what_was_made_a_method),
+    ],
+)
+def test_failure_99_what_no_attribute_of_an_object_keeps(losses: Any) -> None:
+    made = losses(model := Plain())
+    refused_in_its_step(model, made, "largest", made)
+    assert OF_THIS_FILE["largest"] == 10

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
+import types
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from hf_dp.per_example.checks.kept import Memory
 from hf_dp.per_example.checks.reads import AsRead, reads_of
@@ -122,6 +125,99 @@ def test_what_computes_losses_is_seen_wherever_its_values_are(change: Any) -> No
         assert known.changed() is not None
     finally:
         TOLD.factor = Chosen.factor = SPACE.factor = 1.0
+
+
+OUTER, INNER = types.ModuleType("of_a_user"), types.ModuleType("of_a_user.settings")
+OUTER.settings, INNER.factor = INNER, 1.0  # type: ignore[attr-defined]
+TERMS: list[Any] = [("plain", Told()), {"factor": 1.0}]
+PROXIED = {"factor": 1.0}
+PROXY, BOUND = types.MappingProxyType(PROXIED), argparse.Namespace(factor=1.0)
+
+
+class Aliased(PretrainedConfig):
+    model_type, attribute_map = "aliased", {"factor": "other"}
+    other: float = 1.0
+
+
+class Named(Criterion):
+    """Its values are where no attribute of its own says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.by_told = Aliased(), functools.partial(factor_of, Told())
+        self.bound = types.MethodType(bound, self)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        from_lists = TERMS[0][1].factor * TERMS[1]["factor"]
+        from_functions = noting.factor * by_default() * by_name() * cached() * imported() * self.bound()  # type: ignore[attr-defined]
+        factors = from_lists * from_functions * PROXY["factor"] * OUTER.settings.factor
+        return x * factors * self.config.factor * self.by_told()
+
+
+def factor_of(told: Any) -> float:
+    return float(told.factor)
+
+
+def noting() -> None: ...
+
+
+noting.factor = 1.0  # type: ignore[attr-defined]
+
+
+def by_default(told: Told = Told()) -> float:  # noqa: B008
+    return told.factor
+
+
+def by_name(*, told: dict[str, float] = {"factor": 1.0}) -> float:  # noqa: B006
+    return told["factor"]
+
+
+@functools.lru_cache(maxsize=0)
+def cached() -> float:
+    return Chosen.factor
+
+
+def imported() -> float:
+    import of_a_user.settings as settings  # type: ignore[import-not-found]
+
+    return settings.factor  # type: ignore[no-any-return]
+
+
+def bound(self: Any) -> float:
+    return float(BOUND.factor)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda loss: setattr(TERMS[0][1], "factor", 3.0), id="an object in a tuple"),
+        pytest.param(lambda loss: TERMS[1].update(factor=3.0), id="a dict in a list of the file"),
+        pytest.param(lambda loss: PROXIED.update(factor=3.0), id="a dict that is read through a proxy"),
+        pytest.param(lambda loss: setattr(INNER, "factor", 3.0), id="a module within a module, and one imported late"),
+        pytest.param(lambda loss: setattr(loss.config, "factor", 3.0), id="a config's other name"),
+        pytest.param(lambda loss: setattr(loss.by_told.args[0], "factor", 3.0), id="an argument of a partial"),
+        pytest.param(lambda loss: setattr(noting, "factor", 3.0), id="an attribute of a function"),
+        pytest.param(lambda loss: setattr(by_default.__defaults__[0], "factor", 3.0), id="a default"),  # type: ignore[index]
+        pytest.param(lambda loss: by_name.__kwdefaults__["told"].update(factor=3.0), id="a default by name"),
+        pytest.param(lambda loss: setattr(Chosen, "factor", 3.0), id="behind a cache"),
+        pytest.param(lambda loss: setattr(BOUND, "factor", 3.0), id="behind a function made a method"),
+    ],
+)
+def test_failure_98_what_no_attribute_tells_is_seen(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "of_a_user", OUTER)
+    monkeypatch.setitem(sys.modules, "of_a_user.settings", INNER)
+    loss = Named()
+    known = as_read(nn.Linear(2, 2), loss)
+    known.note()
+    assert known.changed() is None
+    change(loss)
+    try:
+        assert known.changed() is not None
+    finally:
+        for told in (TERMS[0][1], noting, by_default.__defaults__[0], Chosen, INNER, BOUND):  # type: ignore[index]
+            told.factor = 1.0
+        for told in (TERMS[1], PROXIED, by_name.__kwdefaults__["told"]):
+            told["factor"] = 1.0
 
 
 def test_classes_are_as_before_after_an_error() -> None:
