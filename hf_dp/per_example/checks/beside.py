@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_dp.per_example.checks.held import cells_of, is_own
+from hf_dp.per_example.checks.named import cells_of, is_own
 from hf_dp.per_example.checks.values import OF_MODULES
 
 # Of one series so many modules.

@@ -5,25 +5,23 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import sys
 import types
-from collections import UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import hf_dp.per_example.checks.values as _values
+from hf_dp.per_example.checks.named import is_own, named_in, placed
 from hf_dp.per_example.checks.values import BIG, COPIED, NOTHING, SCALARS, SERIES, copied, copied_within, refill, same
 
 Place = tuple[str, Any]
-# Their objects are looked at by other means, or are none of what a user's own loss writes.
-_LIBRARIES = {"hf_dp", "torch", "transformers", "peft", "accelerate", "trl", "datasets", "tokenizers", "numpy"}
-_OF_NAMES = (dict, types.SimpleNamespace, UserDict, UserList, types.MethodType, types.FunctionType, functools.partial)
+_OF_NAMES: tuple[type, ...] = (dict, types.SimpleNamespace, UserDict, UserList, ChainMap)
+_OF_NAMES += (types.MethodType, types.FunctionType, functools.partial)
 # Data are looked at by other means, and hold files that are open.
 _NO_OBJECT = (type, nn.Module, types.BuiltinFunctionType, types.ModuleType, Dataset)
 # Of one holder so many entries, of one series so many items, of one module so many holders, so deep.
@@ -144,7 +142,7 @@ def put(owner: Any, name: Any, value: Any) -> None:
         else:
             owner[name] = value
     elif isinstance(owner, types.FunctionType):
-        found = (where for label, where, _ in _placed(owner) if label == name)
+        found = (where for label, where, _ in placed(owner) if label == name)
         where = next(found, {} if "." in name else owner.__globals__)
         if isinstance(where, types.CellType):
             where.cell_contents = None if value is NOTHING else value
@@ -182,9 +180,11 @@ def entries(holder: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(holder, nn.Module):
         return vars(holder).items()
     if isinstance(holder, type):
-        return [(name, value) for name, value in vars(holder).items() if not name.startswith("__")]
+        return [
+            (name, value) for name, value in vars(holder).items() if not name.startswith("__") or _runs(name, value)
+        ]
     if isinstance(holder, types.FunctionType):
-        return _named_in(holder)
+        return named_in(holder)
     if isinstance(holder, functools.partial):
         return [
             ("func", holder.func),
@@ -197,52 +197,9 @@ def entries(holder: Any) -> Iterable[tuple[Any, Any]]:
     return own
 
 
-def _named_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function names, and what is its own."""
-    return ((label, value) for label, _, value in _placed(function))
-
-
-def _placed(function: types.FunctionType) -> Iterator[tuple[str, Any, Any]]:
-    """(a label, what holds it by the last part of that, the value) of what a function names: in functions around it, in
-    its file, and in modules that are no library's, which it may import itself; and of its attributes and defaults."""
-    cells, names = cells_of(function), names_in(function.__code__)
-    for name in names:
-        if name in cells:
-            with suppress(ValueError):  # it is empty
-                yield name, cells[name], (value := cells[name].cell_contents)
-                yield from _in_module(name, value, names)
-        elif not name.startswith("__"):
-            if name in function.__globals__:
-                yield name, function.__globals__, function.__globals__[name]
-            yield from _in_module(name, function.__globals__.get(name, sys.modules.get(name)), names)
-    yield "__dict__", {}, vars(function)
-    if keywords := function.__kwdefaults__:
-        yield "__kwdefaults__", {}, keywords
-    defaults, code = function.__defaults__ or (), function.__code__
-    given = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    yield from ((f"{name} by default", i, value) for i, (name, value) in enumerate(zip(given, defaults, strict=True)))
-
-
-def _in_module(path: str, module: Any, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
-    if not isinstance(module, types.ModuleType) or is_library(module.__name__.partition(".")[0]):
-        return
-    for name in names:
-        if name in vars(module) and not name.startswith("__"):
-            value = vars(module)[name]
-            if not isinstance(value, types.ModuleType):
-                yield f"{path}.{name}", vars(module), value
-            elif value.__name__.startswith(f"{module.__name__}."):
-                yield from _in_module(f"{path}.{name}", value, names)
-
-
-def cells_of(function: Any) -> dict[str, Any]:
-    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-
-
-@functools.cache
-def names_in(code: types.CodeType) -> tuple[str, ...]:
-    inner = [names_in(one) for one in code.co_consts if isinstance(one, types.CodeType)]
-    return tuple(dict.fromkeys(chain(code.co_freevars, code.co_names, *inner)))
+def _runs(name: str, value: Any) -> bool:
+    """Whether a special method of a class may run in a pass, as `__call__` and `__getitem__` may."""
+    return isinstance(value, types.FunctionType) and name not in ("__init__", "__new__", "__repr__", "__del__")
 
 
 @functools.cache
@@ -278,17 +235,3 @@ def _role(kind: type) -> int:
         return _OTHER if issubclass(kind, (list, deque, set, frozenset)) and kind not in COPIED else _COPIED
     is_object = is_own(kind) and not issubclass(kind, _NO_OBJECT)
     return _HOLDER if is_object or issubclass(kind, _OF_NAMES) else _OTHER
-
-
-def is_own(kind: type | types.FunctionType) -> bool:
-    """Whether it is a class or a function of the user's, or of what is not known to hold nothing."""
-    return not is_library((kind.__module__ or "").partition(".")[0])
-
-
-@functools.cache
-def is_library(root: str) -> bool:
-    if root in _LIBRARIES or root in sys.stdlib_module_names:
-        return True
-    # What is installed keeps files, threads and caches, which cannot be put back by halves.
-    place = Path(getattr(sys.modules.get(root), "__file__", None) or "")
-    return not {"site-packages", "dist-packages"}.isdisjoint(place.parts)

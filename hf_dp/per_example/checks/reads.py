@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hf_dp.per_example.checks.held import entries, is_holder, is_own, is_value
+from hf_dp.per_example.checks.held import entries, is_holder, is_value
 from hf_dp.per_example.checks.memory import told_of, write_of
+from hf_dp.per_example.checks.named import is_own
 from hf_dp.per_example.checks.switches import is_on, switches_of
 from hf_dp.per_example.checks.values import NOTHING, OF_MODULES, SERIES, copied_within, same
 
@@ -39,8 +40,7 @@ class Reads:
         self.names: dict[str, set[str]] = {}
         seen = set(map(id, self.owners.values()))
         for path, owner in todo:  # which grows
-            called = [("__call__", vars(owner)["__call__"])] if isinstance(owner, type) and _is_called(owner) else []
-            for name, value in [*entries(owner), *called]:
+            for name, value in entries(owner):
                 inner = f"{path}.{name}".lstrip(".")
                 for number, one in enumerate(_within(value) if id(value) not in seen and len(todo) < _MOST else ()):
                     if id(one) not in seen:
@@ -59,6 +59,8 @@ class Reads:
                 names: Any = [name for name, _ in entries(owner) if name in anywhere]
             elif isinstance(owner, (dict, types.FunctionType)):  # nobody sees it
                 names = [name for name, _ in entries(owner)] if self._is_reached(path) else []
+            elif "__dict__" in self.names[path] and not isinstance(owner, nn.Module):  # which asks it itself
+                names = sorted({*self.names[path], *vars(owner)})
             else:
                 names = sorted(self.names[path])
             yield from ((path, owner, name) for name in names)
@@ -75,10 +77,6 @@ class Reads:
         )
 
 
-def _is_called(kind: type) -> bool:
-    return isinstance(vars(kind).get("__call__"), types.FunctionType)
-
-
 def _within(value: Any, depth: int = 0) -> list[Any]:
     """What holds settings, and how far a training is."""
     if isinstance(value, Optimizer):
@@ -93,13 +91,18 @@ def _within(value: Any, depth: int = 0) -> list[Any]:
         items = islice(value, _ITEMS if depth < _DEPTH else 0)
         return [one for item in items for one in _within(item, depth + 1)]
     if isinstance(value, type):
-        return [value] if is_own(value) else []
+        return _classes(value)
     if type(value).__module__.startswith("hf_dp"):
         return [value] if hasattr(type(value), _STEP) else []
     if isinstance(value, types.MethodType):
         return [*_within(value.__self__), *_within(value.__func__)]
     is_told = is_dataclass(value) or isinstance(value, _SETTINGS) or hasattr(value, "model_type")
-    return [value] if is_told or is_holder(value) else []
+    return [value, *_classes(type(value))] if is_told or is_holder(value) else []
+
+
+def _classes(kind: type) -> list[Any]:
+    """A class, and those that it has attributes of, as far as they are a user's."""
+    return [one for one in (*kind.__mro__, type(kind)) if is_own(one)]
 
 
 @contextmanager

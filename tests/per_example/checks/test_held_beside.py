@@ -204,6 +204,14 @@ def in_a_file_of_what_was_made_a_method(model: nn.Module) -> Any:
     return types.MethodType(lambda self, x: self.model(self.scaled(x)).sum(1), owner)
 
 
+class Scaling:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.model(scaled_by(OF_THIS_FILE, x)).sum(1)  # type: ignore[no-any-return]
+
+
 def scaled_of_this_file(self: Any, x: Tensor) -> Tensor:
     return scaled_by(OF_THIS_FILE, x)
 
@@ -212,7 +220,7 @@ def scaled_of_this_file(self: Any, x: Tensor) -> Tensor:
     "losses",
     [
         *(in_an_attribute_of_a_function, in_a_default, in_a_default_by_name, in_an_argument_of_a_partial),
-        *(in_another_file, in_a_file_of_what_was_made_a_method),
+        *(in_another_file, in_a_file_of_what_was_made_a_method, Scaling),
     ],
 )
 def test_failure_99_what_no_attribute_of_an_object_keeps(losses: Any) -> None:

@@ -6,6 +6,7 @@ import argparse
 import functools
 import sys
 import types
+from collections import ChainMap
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,19 +140,48 @@ class Aliased(PretrainedConfig):
     other: float = 1.0
 
 
+class Kind(type):
+    factor = 1.0
+
+
+class OfKind(metaclass=Kind):
+    pass
+
+
+class Inheriting(Chosen):
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.factor
+
+
+class Asked:
+    """A descriptor, which has no value of its own."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> float:
+        return ASKED["factor"]
+
+
+class Asking:
+    factor = Asked()
+
+
+ASKED, CHAIN = {"factor": 1.0}, ChainMap({"factor": 1.0}, {})
+
+
 class Named(Criterion):
     """Its values are where no attribute of its own says so."""
 
     def __init__(self) -> None:
         super().__init__()
         self.config, self.by_told = Aliased(), functools.partial(factor_of, Told())
-        self.bound = types.MethodType(bound, self)
+        self.bound, self.space = types.MethodType(bound, self), Told()
 
     def __call__(self, x: Tensor) -> Tensor:
         from_lists = TERMS[0][1].factor * TERMS[1]["factor"]
         from_functions = noting.factor * by_default() * by_name() * cached() * imported() * self.bound()  # type: ignore[attr-defined]
         factors = from_lists * from_functions * PROXY["factor"] * OUTER.settings.factor
-        return x * factors * self.config.factor * self.by_told()
+        by_classes = Inheriting.of_class() * Asking().factor * OfKind.factor * CHAIN["factor"]
+        return x * factors * self.config.factor * self.by_told() * vars(self.space)["factor"] * by_classes
 
 
 def factor_of(told: Any) -> float:
@@ -201,6 +231,10 @@ def bound(self: Any) -> float:
         pytest.param(lambda loss: by_name.__kwdefaults__["told"].update(factor=3.0), id="a default by name"),
         pytest.param(lambda loss: setattr(Chosen, "factor", 3.0), id="behind a cache"),
         pytest.param(lambda loss: setattr(BOUND, "factor", 3.0), id="behind a function made a method"),
+        pytest.param(lambda loss: setattr(loss.space, "factor", 3.0), id="all that an object holds"),
+        pytest.param(lambda loss: setattr(Kind, "factor", 3.0), id="a class of a class"),
+        pytest.param(lambda loss: ASKED.update(factor=3.0), id="behind a descriptor"),
+        pytest.param(lambda loss: CHAIN.update(factor=3.0), id="a chain of dicts"),
     ],
 )
 def test_failure_98_what_no_attribute_tells_is_seen(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +248,9 @@ def test_failure_98_what_no_attribute_tells_is_seen(change: Any, monkeypatch: py
     try:
         assert known.changed() is not None
     finally:
-        for told in (TERMS[0][1], noting, by_default.__defaults__[0], Chosen, INNER, BOUND):  # type: ignore[index]
+        for told in (TERMS[0][1], noting, by_default.__defaults__[0], Chosen, INNER, BOUND, Kind):  # type: ignore[index]
             told.factor = 1.0
-        for told in (TERMS[1], PROXIED, by_name.__kwdefaults__["told"]):
+        for told in (TERMS[1], PROXIED, by_name.__kwdefaults__["told"], ASKED, CHAIN):
             told["factor"] = 1.0
 
 
