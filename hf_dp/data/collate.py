@@ -131,11 +131,16 @@ class LogicalBatchCollator:
             by = max(moved)
             ranks.warn(logger, IN_16_BITS, f"by up to {100 * by:.2g} % of its norm" if by else "none did")
 
+    def _drawn(self, rows: list[Any]) -> Mapping[str, Any]:
+        """One micro-batch, with random numbers of its own, whatever the collator has seeded before."""
+        with self.randomness():
+            return self.collated(rows)
+
     def _cut(self, rows: list[Any]) -> Iterator[Part]:
         size, most = self._micro_batch_size, self._max_tokens
         for shape, few in self._alike(rows, lambda row: [row]):
-            cut = by_rows(few, size, self.collated)
-            for part, batch in cut if most is None else by_tokens(few, size, most, self.collated, self._alone):
+            cut = by_rows(few, size, self._drawn)
+            for part, batch in cut if most is None else by_tokens(few, size, most, self._drawn, self._alone):
                 if shape is not None:
                     refuse_other_sizes(self.name, shape, batch)
                 yield part, batch
@@ -143,7 +148,7 @@ class LogicalBatchCollator:
     def _cut_units(self, units: list[list[Any]]) -> Iterator[tuple[Part, Owners]]:
         size, most = self._micro_batch_size, self._max_tokens
         for shape, few in self._alike(units, list):
-            for part, whose in by_units(few, size, most, self.collated, self._alone, length):
+            for part, whose in by_units(few, size, most, self._drawn, self._alone, length):
                 # One in several is as wide as its own rows make each.
                 if shape is not None and not (whose.before or whose.after):
                     refuse_other_sizes(self.name, shape, part[1])

@@ -59,9 +59,11 @@ def private_gradient(
             fix="stop here; to train longer, plan more steps from the start (num_train_epochs or max_steps).",
         )
     total, pieces = ClippedSum(model, plan.clipping, by_rows), Pieces(() if by_rows is None else by_rows.names)
-    with unchanged_buffers(model), nullcontext() if plan.entropy.reproducible else secret_global_state():
+    randomness = nullcontext if plan.entropy.reproducible else secret_global_state
+    with unchanged_buffers(model), randomness():
         for micro_batch in micro_batches:
-            total.add(pieces.joined(record(micro_batch)))
+            with randomness():  # anew, whatever the model has seeded in the one before
+                total.add(pieces.joined(record(micro_batch)))
         pieces.refuse_rest()
         for dummy in dummies:
             total.add_nothing(record(dummy))

@@ -316,6 +316,18 @@ def test_random_transforms_of_the_data_follow_the_public_seed_only_under_a_priva
     assert torch.equal(rows(), rows()) == reproducible
 
 
+def test_failure_102_what_a_collator_seeds_is_secret_again_in_the_next_micro_batch():
+    seen = []
+
+    def collate(examples):
+        seen.append(float(torch.rand(())))
+        torch.manual_seed(0)
+        return {"x": torch.tensor([e["x"] for e in examples])}
+
+    LogicalBatchCollator(1, collate)([{"x": i} for i in range(4)])
+    assert len(set(seen)) == 4
+
+
 class TestRanks:
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     def test_failure_7_every_example_is_on_one_rank(self, world_size):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import set_seed
 
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
@@ -54,6 +57,21 @@ def test_dropout_masks_do_not_follow_the_public_seed(model, batch):
     torch.manual_seed(1)
     second = one_step(plan, model, [batch])
     assert not torch.equal(first, second)
+
+
+def test_failure_102_what_a_model_seeds_is_secret_again_in_the_next_micro_batch(model, batch):
+    """As where a forward pass makes a random projection of its own from a seed."""
+    seen = []
+
+    def seeding(micro_batch):
+        seen.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+        found = record(model, loss, micro_batch)
+        set_seed(0)
+        return found
+
+    private_gradient(model, seeding, [batch] * 4, make_plan(noise_multiplier=0), Ledger())
+    for numbers in zip(*seen, strict=True):
+        assert len(set(numbers)) == 4
 
 
 def test_under_a_privacy_seed_dropout_masks_follow_the_global_seed(model, batch):

@@ -59,7 +59,7 @@ class Reads:
                 names: Any = [name for name, _ in entries(owner) if name in anywhere]
             elif isinstance(owner, (dict, types.FunctionType)):  # nobody sees it
                 names = [name for name, _ in entries(owner)] if self._is_reached(path) else []
-            elif "__dict__" in self.names[path] and not isinstance(owner, nn.Module):  # which asks it itself
+            elif "__dict__" in self.names[path] and _are_settings(owner):
                 names = sorted({*self.names[path], *vars(owner)})
             else:
                 names = sorted(self.names[path])
@@ -96,8 +96,11 @@ def _within(value: Any, depth: int = 0) -> list[Any]:
         return [value] if hasattr(type(value), _STEP) else []
     if isinstance(value, types.MethodType):
         return [*_within(value.__self__), *_within(value.__func__)]
-    is_told = is_dataclass(value) or isinstance(value, _SETTINGS) or hasattr(value, "model_type")
-    return [value, *_classes(type(value))] if is_told or is_holder(value) else []
+    return [value, *_classes(type(value))] if _are_settings(value) or is_holder(value) else []
+
+
+def _are_settings(value: Any) -> bool:
+    return is_dataclass(value) or isinstance(value, _SETTINGS) or hasattr(value, "model_type")
 
 
 def _classes(kind: type) -> list[Any]:

@@ -81,10 +81,11 @@ class Noting(DPTrainer):
 
 
 @pytest.mark.slow
-def test_a_trainer_that_notes_losses_is_welcome(tmp_path: Path) -> None:
+def test_a_trainer_that_notes_losses_is_welcome(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = make(tmp_path, classifier(), private(), max_steps=3, kind=Noting)
     run.train()
     assert run.ledger.steps == 3
+    assert "is made again" not in caplog.text
 
 
 @pytest.mark.slow
