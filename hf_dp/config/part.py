@@ -7,8 +7,7 @@ import os
 from pathlib import PurePath
 from typing import Any, Self
 
-from hf_dp.config.ranges import shown
-from hf_dp.errors import ConfigurationError
+from hf_dp.config.names import refuse_unknown
 
 
 class PartConfig:
@@ -22,12 +21,7 @@ class PartConfig:
             ConfigurationError: an unknown field, or a value out of range.
         """
         known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        if not set(values) <= known:
-            raise ConfigurationError(
-                f"{cls.__name__} got {', '.join(sorted(shown(name) for name in set(values) - known))}.",
-                why="an unknown field would change what is trained without notice.",
-                fix=f"use only these: {', '.join(sorted(known))}.",
-            )
+        refuse_unknown(cls.__name__, values, known)
         return cls(**values)
 
 

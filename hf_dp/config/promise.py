@@ -9,12 +9,13 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Never
 
 from hf_dp.config.after import check_after, names_of, one_or_several
 from hf_dp.config.clipping import ClippingName, as_groups, check_clipping
 from hf_dp.config.computed import NoiseName, check_equal_widths, check_noise, check_passes
 from hf_dp.config.fields import AccountantName, Fields
+from hf_dp.config.names import refuse_unknown
 from hf_dp.config.output_bias import OutputBiasConfig
 from hf_dp.config.parts import PARTS, check_parts
 from hf_dp.config.plain import values_or_error
@@ -119,7 +120,8 @@ class PrivacyConfig(Fields):
         output_bias: None, or an `OutputBiasConfig`: the output starts from released frequencies of labels.
 
     Raises:
-        ConfigurationError: a value outside the ranges above, or more or less than one of what the noise follows from.
+        ConfigurationError: a value outside the ranges above, a name that is none of these, or more or less than one of
+            what the noise follows from.
     """
 
     def __init__(
@@ -149,8 +151,10 @@ class PrivacyConfig(Fields):
         passes: int = 1,
         groups: Mapping[str, float] | tuple[tuple[str, float], ...] | None = None,
         equal_widths: bool = False,
+        **unknown: Never,
     ) -> None:
         values = dict(locals())
+        refuse_unknown("PrivacyConfig", unknown, self.__dataclass_fields__)
         # Every private run makes one of these before anything can be refused.
         say_once()
         for name, kind in PARTS.items():
@@ -172,8 +176,8 @@ class PrivacyConfig(Fields):
                 why="only 'pld' and 'rdp' are known, and an unknown accountant promises nothing.",
                 fix="use 'pld' (tight, the default) or 'rdp'.",
             )
+        check_noise(self.noise)  # first: a number given here was meant for the target
         check_target(self)
-        check_noise(self.noise)
         check_passes(self.passes)
         check_equal_widths(self.equal_widths)
         check_clipping(self)

@@ -191,6 +191,36 @@ def test_nothing_of_a_promise_can_be_set_and_no_other_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("epsilon", "give target_epsilon for 'epsilon'."),
+        ("sigma", "give noise_multiplier for 'sigma'."),
+        ("max_grad_norm", "give clipping_norm for 'max_grad_norm'."),
+        ("per_sample_max_grad_norm", "give clipping_norm for "),
+        ("delta", "give target_delta for 'delta'."),
+        ("noise_multiplyer", "give noise_multiplier for "),
+        ("xyz", "use only these: accountant, "),
+    ],
+)
+def test_a_name_of_others_is_told_what_it_is_called_here(name: str, meant: str) -> None:
+    for made in (PrivacyConfig, PrivacyConfig(target_epsilon=8.0).replace):
+        with pytest.raises(ConfigurationError, match=f"PrivacyConfig got '{name}'") as caught:
+            made(**{name: 1.0})
+        assert caught.value.fix.startswith(meant)
+
+
+def test_a_number_for_the_noise_is_told_what_says_how_much_there_is() -> None:
+    with pytest.raises(ConfigurationError, match=r"^noise=1\.0") as caught:
+        PrivacyConfig(noise=1.0)  # type: ignore[arg-type]
+    assert "noise_multiplier" in caught.value.fix
+
+
+def test_a_part_has_no_other_names() -> None:
+    with pytest.raises(ConfigurationError, match="ReAttentionConfig got 'temperature'"):
+        PrivacyConfig(target_epsilon=8.0, re_attention={"temperature": 1.0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     "name",
     ["target_epsilon", "noise_multiplier", "target_delta", "sampling_probability", "max_batch_size", "clipping_norm"],
 )
