@@ -156,6 +156,20 @@ def test_failure_12_an_optimizer_that_asks_for_the_gradient_again(tmp_path: Path
     refused(tmp_path, ConfigurationError, "LBFGS", model, parts={"optimizers": (optimizer, None)})
 
 
+class Sharp(torch.optim.SGD):
+    """Says only when it steps that it asks for a closure, as sharpness-aware ones do."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "Sharp requires closure, but it was not provided"
+        return super().step(closure)
+
+
+def test_failure_12_an_optimizer_that_asks_for_it_in_its_step(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = Sharp(model.parameters(), lr=0.1)
+    refused(tmp_path, ConfigurationError, "Sharp evaluates the gr", model, parts={"optimizers": (optimizer, None)})
+
+
 def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
     other = torch.optim.SGD(classifier().parameters(), lr=0.1)
     refused(tmp_path, ConfigurationError, "SGD holds none", parts={"optimizers": (other, None)})

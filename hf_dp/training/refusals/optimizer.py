@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +34,23 @@ def _never_steps(optimizer: Any, by_rows: Iterable[nn.Parameter]) -> str | None:
         if group.get("capturable") and any(p.device.type == "cpu" for p in group["params"]):
             return "(capturable=True) on a CPU, which is for CUDA graphs"
     return None
+
+
+def _asks_for_a_closure(optimizer: Any) -> bool:
+    """Whether it evaluates the gradient itself: its step says so, or fails for want of that."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return True
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    # A copy that holds nothing moves nothing, and remembers nothing.
+    trial = copy.copy(optimizer)
+    trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": []} for group in optimizer.param_groups]
+    try:
+        trial.step()
+    except Exception as error:  # noqa: BLE001 - what a step without parameters says besides is not of any other
+        return not isinstance(error, AttributeError) and "closure" in str(error).lower()
+    return False
 
 
 def _refuse_state_from_elsewhere(optimizer: Any, is_restored: bool) -> None:
@@ -80,8 +99,7 @@ def refuse_optimizer(
     if optimizer is None:
         return
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if _asks_for_a_closure(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} evaluates the gradient several times in one step.",
             why="each evaluation would be one more release, and none of them would have noise.",
