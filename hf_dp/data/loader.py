@@ -158,7 +158,7 @@ class _OwnReads(Dataset[Any]):
 
     def __init__(self, dataset: Any, randomness: Randomness) -> None:
         self.dataset = dataset
-        self._randomness = randomness
+        self._n, self._randomness = len(dataset), randomness
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -167,6 +167,14 @@ class _OwnReads(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: list[Index]) -> list[Any]:
+        if (n := len(self.dataset)) != self._n:
+            raise ConfigurationError(
+                f"the training dataset had {self._n} rows when its sampling was planned, and has {n} now.",
+                why="rows are drawn by their number, with a probability that follows from how many there are: others "
+                "would be read in their place, or none.",
+                fix="leave the dataset as it is while it is trained on. What was spent is in the ledger, and in the "
+                "checkpoints: with the rows of before, resume_from_checkpoint=True goes on from the last.",
+            )
         flat = [row for index in indices for row in (index if isinstance(index, tuple) else (index,))]
         with self._randomness():
             read = iter(self._read(flat) if flat else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -362,6 +363,16 @@ class TestRanks:
 def test_what_is_no_function_is_no_collator() -> None:
     with pytest.raises(ConfigurationError, match="a collator that is None"):
         LogicalBatchCollator(4, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [list.pop, lambda data: data.append(20)])
+def test_data_of_another_length_than_the_plan_is_drawn_from_no_more(change: Callable[[list[Any]], Any]) -> None:
+    data = list(range(20))
+    batches = iter(loader_of(PoissonBatchSampler.of(20, 10, Entropy(0)), data))
+    next(batches)
+    change(data)
+    with pytest.raises(ConfigurationError, match="had 20 rows when its sampling was planned, and has (19|21) now"):
+        next(batches)
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), IndexError("beyond the end")])
