@@ -49,6 +49,7 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
         "DataLoader, which draws",
     ),
     "a generator": (lambda: iter(rows()), "which can only be iterated"),
+    "a name": (lambda: "ag_news", "is the text 'ag_news'"),
     "a set": (lambda: {1, 2, 3}, "which can only be iterated"),
     "fewer rows than it says": (lambda: Counts(100), "Counts, whose last example cannot be read"),
     "a length that changes": (lambda: Counts(48, 40), "whose length was 48 and then 40"),

@@ -26,12 +26,19 @@ def refuse_dataset(dataset: Any) -> None:
             why="there is nothing to train on.",
             fix="pass the training examples (train_dataset=..., a datasets.Dataset or a list of rows).",
         )
+    if isinstance(dataset, str):
+        raise ConfigurationError(
+            f"train_dataset is the text {shown(dataset)}.",
+            why="its length is the number of its letters, not of examples.",
+            fix="load the examples, for example datasets.load_dataset(...)['train'].",
+        )
     if isinstance(dataset, Mapping):
         raise ConfigurationError(
             f"train_dataset is {kind} with the keys {', '.join(map(str, dataset))}.",
             why="its length is the number of its parts, not of its examples.",
             fix="pass one of its parts, for example train_dataset=data['train']; the first rows of a Dataset are "
-            "data.select(range(400)), since data[:400] is its columns.",
+            "data.select(range(400)), since data[:400] is its columns; of columns, such as a tokenizer gives, "
+            "datasets.Dataset.from_dict(...) makes rows.",
         )
     if isinstance(dataset, DataLoader):
         raise ConfigurationError(
