@@ -5,11 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
+from transformers import Trainer
+
+from hf_dp.errors import ConfigurationError
+
 OURS = ("privacy", "max_tokens_per_micro_batch")
 
 
 def tell(kind: type, mixin: type) -> None:
-    """Gives a class behind `mixin` the signature of the trainer behind it, with the promise; `inspect` reads it."""
+    """Gives a class behind `mixin` the signature of the trainer behind it, with the promise; `inspect` reads it.
+
+    Raises:
+        ConfigurationError: a trainer is before the mixin.
+    """
+    _refuse_order(kind, mixin)
     made = kind.__init__  # type: ignore[misc]
     if made is mixin.__init__:  # type: ignore[misc]
         behind = kind.__mro__[kind.__mro__.index(mixin) + 1 :]
@@ -21,6 +30,17 @@ def tell(kind: type, mixin: type) -> None:
     else:
         told = _parameters(made)
     kind.__signature__ = inspect.Signature(told)  # type: ignore[attr-defined]
+
+
+def _refuse_order(kind: type, mixin: type) -> None:
+    before = kind.__mro__[: kind.__mro__.index(mixin)]
+    first = next((one for one in before if issubclass(one, Trainer) and not issubclass(one, mixin)), None)
+    if first is not None:
+        raise ConfigurationError(
+            f"{kind.__name__} has {first.__name__} before {mixin.__name__}.",
+            why="its steps would run in place of the private ones, without clipping and noise.",
+            fix=f"put the mixin first: class {kind.__name__}({mixin.__name__}, {first.__name__}).",
+        )
 
 
 def _parameters(made: Callable[..., None]) -> list[inspect.Parameter]:

@@ -90,7 +90,7 @@ class DPTrainerMixin(
         self._checkpoint: Path | None = None
         self._fingerprints = Fingerprints()
         self._behind = behind(self)
-        with ranks.before_together():
+        with ranks.before_together(), self._behind.making(*args, **kwargs):
             self._earlier, self._read_for = records_before(privacy), privacy
             super().__init__(*args, **kwargs)
         self._privacy_callback = PrivacyCallback(self)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import DistilBertForSequenceClassification, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from hf_dp import DPTrainer
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
@@ -59,10 +59,6 @@ class WeightedSampler(DPTrainer):
 class Behind(Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return super().training_step(*args, **kwargs)
-
-
-class MixinLast(Behind, DPTrainerMixin):  # type: ignore[misc]
-    pass
 
 
 class Batches(Trainer):
@@ -158,9 +154,34 @@ def test_no_step_is_of_another_model(tmp_path: Path) -> None:
     assert not run.ledger.steps
 
 
-def test_the_mixin_behind_the_trainer_does_not_train_unnoticed(tmp_path: Path) -> None:
-    with pytest.raises((TypeError, ConfigurationError)):
-        make(tmp_path, kind=MixinLast)
+@pytest.mark.parametrize("base", [Trainer, Behind])
+def test_the_mixin_behind_the_trainer_is_refused_where_the_class_is_made(base: type) -> None:
+    with pytest.raises(ConfigurationError, match=f"Last has {base.__name__} before DPTrainerMixin") as caught:
+        type("Last", (base, DPTrainerMixin), {})
+    assert f"class Last(DPTrainerMixin, {base.__name__})" in caught.value.fix
+
+
+@pytest.mark.parametrize("model", ["gpt2", DistilBertForSequenceClassification])
+def test_what_is_no_model_yet(tmp_path: Path, model: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^model=.*, which is no torch module") as caught:
+        make(tmp_path, model)
+    assert "from_pretrained" in caught.value.fix
+
+
+def test_what_is_no_training_arguments(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"model": classifier(), "args": str(tmp_path), "train_dataset": rows()}
+    with pytest.raises(ConfigurationError, match=r"^args=.*, which is no TrainingArguments"):
+        DPTrainer(**given, privacy=private())
+
+
+class Named(Trainer):
+    def __init__(self, model: Any, **given: Any) -> None:
+        super().__init__(classifier() if model == "small" else model, **given)
+
+
+def test_a_trainer_of_ones_own_may_make_its_model_of_a_name(tmp_path: Path) -> None:
+    name: Any = "small"
+    assert isinstance(make(tmp_path, name, kind=type("Private", (DPTrainerMixin, Named), {})).model, nn.Module)
 
 
 def test_a_loss_function_for_the_whole_batch(tmp_path: Path) -> None:

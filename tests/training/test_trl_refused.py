@@ -33,6 +33,7 @@ ALL_MARKED = (
     "{% if loop.first %}{{ said }}{% else %}{% generation %}{{ said }}{% endgeneration %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ ' <assistant> ' }}{% endif %}"
 )
+UNMARKED = ALL_MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def packed() -> Dataset:
@@ -53,6 +54,7 @@ def packed() -> Dataset:
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
         ({"compute_loss_func": lambda *_, **__: torch.tensor(0.0)}, "compute_loss_func gives one loss"),
         ({"processing_class": tokenizer(ALL_MARKED)}, "labels of row"),
+        ({"processing_class": tokenizer(UNMARKED)}, "assistant_only_loss=True, and "),
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

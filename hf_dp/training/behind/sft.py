@@ -6,7 +6,8 @@ TRL prepares the data (chat templates, masks, truncation) and evaluates. A priva
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +22,22 @@ class Sft(Trl):
     """Of SFTTrainer."""
 
     name = "SFTTrainer"
+
+    @contextmanager
+    def making(self, *args: Any, **options: Any) -> Iterator[None]:
+        with super().making(*args, **options):
+            try:
+                yield
+            except ValueError as error:
+                if "not training-compatible" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"assistant_only_loss=True, and {error}",
+                    why="nothing says which words are the assistant's, so others' would be learnt, or none.",
+                    fix="save a chat template with {% generation %} marks, and name it by SFTConfig("
+                    "chat_template_path=...): docs/trl.md has SmolLM2's. Or make rows of a prompt and a completion, "
+                    "which train the completion with any template.",
+                ) from error
 
     def refuse(self, own_loss: bool) -> None:
         super().refuse(own_loss)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import TrainingArguments
 
+from hf_dp.config.ranges import shown
+from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
@@ -24,6 +28,34 @@ class Usual:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+
+    @contextmanager
+    def making(self, model: Any = None, *_: Any, args: Any = None, **__: Any) -> Iterator[None]:
+        """Around the trainer's own `__init__`, which is given the same: where it fails of that, says of what.
+
+        A trainer of one's own may make a model of a name, so nothing is refused beforehand.
+
+        Raises:
+            ConfigurationError: the model is none, or the arguments are.
+        """
+        try:
+            yield
+        except HfDpError:
+            raise
+        except (AttributeError, TypeError) as error:
+            if model is not None and not isinstance(model, nn.Module):
+                raise ConfigurationError(
+                    f"model={shown(model)}, which is no torch module.",
+                    why="per-example gradients are those of a module's parameters.",
+                    fix="load it first, for example AutoModelForSequenceClassification.from_pretrained(NAME).",
+                ) from error
+            if args is not None and not isinstance(args, TrainingArguments):
+                raise ConfigurationError(
+                    f"args={shown(args)}, which is no TrainingArguments.",
+                    why="the size of the batches and the number of steps, which are accounted for, stand there.",
+                    fix="pass args=TrainingArguments(output_dir, ...).",
+                ) from error
+            raise
 
     def refuse(self, own_loss: bool) -> None:
         """Refuses what the trainer was asked for and a private run does not do.
