@@ -21,6 +21,9 @@ from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.randomness import global_state, secret_global_state, unchanged_global_state
 from hf_dp.units.packing import Owners
 
+# What Trainer collates with where it is given neither a collator nor a tokenizer.
+_PADS_NOTHING = "default_data_collator"
+
 logger = logging.getLogger(__name__)
 
 # What a collator raises of rows that it cannot read; an AttributeError of such as are no dicts.
@@ -220,13 +223,18 @@ class LogicalBatchCollator:
                 fix=for_all_rows(row, own) if is_all else f"correct the row, or leave it out{without}.",
             )
         unlike = "of other columns or types " if len(set(kinds_before)) > 1 else ""
+        pads = (
+            "pass processing_class=tokenizer, with which the trainer pads what the tokenizer makes; labels that are "
+            "lists need a data_collator that pads them too (DataCollatorForTokenClassification)"
+            if self.name == _PADS_NOTHING
+            else "let it pad all columns that differ in length (DataCollatorForSeq2Seq, or another one, pads labels "
+            "too; DataCollatorWithPadding only what the tokenizer makes)"
+        )
         return ConfigurationError(
             f"the data collator {self.name} fails on {len(examples)} examples {unlike}together "
             f"({type(error).__name__}: {error}).",
             why="examples that are drawn together are computed together, in tensors with a row for each.",
-            fix="let it pad all columns that differ in length (DataCollatorForSeq2Seq, or another one, "
-            "pads labels too; DataCollatorWithPadding only what the tokenizer makes); give each row the same "
-            f"columns, of one type; {NUMBERS}",
+            fix=f"{pads}; give each row the same columns, of one type, and pictures of one size; {NUMBERS}",
         )
 
     def collated(self, examples: list[Any]) -> Mapping[str, Any]:

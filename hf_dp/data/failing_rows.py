@@ -28,6 +28,8 @@ _IN_A_STEP = (
     "num_labels, a text beyond the positions), take each one through collator and model to find it, and correct it."
 )
 
+# As collators of Transformers name them.
+_LABELS = {"label", "label_ids", "labels"}
 NUMBERS = (
     "leave out columns that are no numbers, or make numbers of them beforehand (of texts with the tokenizer, of names "
     "of labels)."
@@ -47,7 +49,7 @@ def for_all_rows(row: Any, error: Exception) -> str:
         " What the dataset has and the row has not was dropped by Trainer, since the model's forward does not name it "
         "(remove_unused_columns)."
     )
-    return keep_columns(error) or NUMBERS + dropped
+    return keep_columns(error) or _say_what_pads(error) or _no_inputs(row) or NUMBERS + dropped
 
 
 def keep_columns(error: Exception) -> str | None:
@@ -65,7 +67,21 @@ def _say_what_pads(error: Exception) -> str | None:
     """What to do where `error` asks for a padding token: some models take no two rows without one."""
     if "padding token" not in str(error):
         return None
-    return "say which token pads: model.config.pad_token_id = tokenizer.pad_token_id (or that of the end of a text)."
+    return (
+        "say which token pads: tokenizer.pad_token = tokenizer.eos_token where it has none, and "
+        "model.config.pad_token_id = tokenizer.pad_token_id."
+    )
+
+
+def _no_inputs(row: Any) -> str | None:
+    """What to do where a row has nothing for the model to read; None where it has."""
+    if not isinstance(row, Mapping) or not set(row) <= _LABELS:
+        return None
+    return (
+        "give the rows inputs: they have nothing but labels left, since Trainer drops columns that the model's forward "
+        "does not name. dataset.map(...) makes them of texts (tokenizer), of pictures or of sound (processor); a "
+        "transform (with_transform) needs TrainingArguments(remove_unused_columns=False)."
+    )
 
 
 def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> None:
@@ -110,6 +126,7 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                 f"{name} {failed}.",
                 why=why,
                 fix=keep_columns(error)
+                or _no_inputs(row)
                 or "correct the row or leave it out: token ids are below the size of the vocabulary, labels of "
                 "classes whole numbers below num_labels (not True, not 1.0), texts no longer than the model has "
                 "positions (truncation=True). If any row fails, the collator, model or adapter takes none by itself, "

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import DataCollatorWithPadding, DistilBertForSequenceClassification
+from transformers import DataCollatorWithPadding, DistilBertForSequenceClassification, default_data_collator
 
 import hf_dp.data.extremes as extremes
 import hf_dp.per_example.checks.state as state
 from hf_dp import DPTrainer
-from hf_dp.data.failing_rows import explained_in_a_step, failures_refused, refuse_rows_that_fail
+from hf_dp.data.failing_rows import NUMBERS, explained_in_a_step, failures_refused, refuse_rows_that_fail
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from tests.data.test_telling_rows import ROWS, table
 from tests.training.refusing import refused
@@ -165,6 +165,28 @@ def test_what_a_collator_fails_on_in_all_rows_is_not_blamed_on_one(
     error = refused(tmp_path, ConfigurationError, "fails on each row by itself", at_once=False, parts=parts, **changes)
     assert words in error.fix
     assert "correct the row" not in error.fix
+
+
+@pytest.mark.parametrize("collate", [PADDED, default_data_collator])
+def test_rows_of_which_only_labels_are_left_are_told_where_inputs_come_from(tmp_path: Path, collate: Any) -> None:
+    data = datasets.Dataset.from_list([{"text": "a", "label": 1} for _ in rows()])
+    parts = {"data_collator": collate, "train_dataset": data}
+    error = refused(tmp_path, ConfigurationError, "", at_once=False, parts=parts)
+    assert error.fix.startswith("give the rows inputs: they have nothing but labels left")
+
+
+def test_a_tokenizer_that_pads_with_nothing_is_told_what_it_could_pad_with(tmp_path: Path) -> None:
+    tokenizer = a_tokenizer({"a", "b"})
+    tokenizer.pad_token = None
+    parts = {"data_collator": DataCollatorWithPadding(tokenizer)}
+    error = refused(tmp_path, ConfigurationError, "by itself", at_once=False, parts=parts)
+    assert error.fix.startswith("say which token pads: tokenizer.pad_token = tokenizer.eos_token")
+
+
+def test_rows_of_several_lengths_without_a_collator_are_told_who_pads(tmp_path: Path) -> None:
+    error = refused(tmp_path, ConfigurationError, "together", at_once=False, parts={"data_collator": None})
+    assert error.fix.startswith("pass processing_class=tokenizer, ")
+    assert error.fix.endswith(NUMBERS), "nothing is cut off"
 
 
 def test_a_row_without_a_label_is_told_how_to_be_left_out(tmp_path: Path) -> None:
