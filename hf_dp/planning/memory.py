@@ -15,6 +15,7 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.long_sums import FEW
 from hf_dp.per_example.products import is_instantiated
 from hf_dp.places import nowhere
+from hf_dp.planning.named import config_of
 
 Strategy = Literal["DDP", "FSDP2"]
 # Bytes of a number of the sum, of Adam's two moments, and of a trained weight.
@@ -250,12 +251,12 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
     Raises:
         ConfigurationError: no configuration there, or nothing that would be trained.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, logging
+    from transformers import AutoModel, AutoModelForCausalLM, logging
 
     verbosity = logging.get_verbosity()
     try:
         logging.set_verbosity_error()  # of an encoder it would say that it must be made a decoder
-        config: Any = AutoConfig.from_pretrained(name_or_directory)
+        config: Any = config_of(name_or_directory)
         with torch.device("meta"):
             model = next(kind.from_config(config) for kind in _kinds(config, AutoModelForCausalLM, AutoModel))
         empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
