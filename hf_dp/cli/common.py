@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,21 @@ _IN_PYTHON = {
     "num-train-epochs": "epochs",
     "max-examples-per-unit": "max-examples",
 }
+
+
+def whole(text: str) -> int:
+    """A whole number as it is typed: 10000, 10_000 or 1e4."""
+    try:
+        return int(text)
+    except ValueError:
+        with suppress(ValueError):
+            if (number := float(text)).is_integer():
+                return int(number)
+    raise typer.BadParameter(f"{shortened(text, 100)!r} is no whole number. It is written as 10000, 10_000 or 1e4.")
+
+
+#: An option that is a whole number, and may be a large one.
+count = functools.partial(typer.Option, parser=whole, metavar="<int>")
 TextColumn = Annotated[str, typer.Option(help="The column of files that holds the texts.")]
 
 

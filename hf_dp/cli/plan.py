@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 import typer
 from rich.console import Console
 
-from hf_dp.cli.common import AsJson, print_json, refusals
+from hf_dp.cli.common import AsJson, count, print_json, refusals
 from hf_dp.cli.costs import budgets_of_groups, compute, costs, exactly_one, positive, proposal
 from hf_dp.cli.planned import answered, notes, plan_table, risk_table, start_table
 from hf_dp.config.ranges import check_clipping_norm, is_one_of, shown
@@ -19,15 +19,15 @@ from hf_dp.planning.start import MIN_STEPS, start
 
 
 def plan(
-    n: Annotated[int | None, typer.Option("--n", help="Number of training examples.")] = None,
+    n: Annotated[int | None, count("--n", help="Number of training examples.")] = None,
     units: Annotated[
-        int | None, typer.Option(help="In place of --n, where a unit has several examples: the number of units.")
+        int | None, count(help="In place of --n, where a unit has several examples: the number of units.")
     ] = None,
     unit_sampling: Annotated[
         str, typer.Option(help="Of units: units (drawn whole) or examples (each by itself).")
     ] = "units",
     drawn_from: Annotated[
-        int | None, typer.Option(help="With these, how many there are, at most --max-examples of one unit.")
+        int | None, count(help="With these, how many there are, at most --max-examples of one unit.")
     ] = None,
     max_examples: Annotated[
         int | None, typer.Option(help="With --unit-sampling examples: max_examples_per_unit.")
@@ -43,7 +43,7 @@ def plan(
         ),
     ] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the data; or --steps or --examples.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
+    steps: Annotated[int | None, count(help="Optimizer steps of the whole run.")] = None,
     examples: Annotated[float | None, typer.Option(help="Compute: examples to process, batch size x steps.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Compute as time, with --rows-per-second.")] = None,
     rows_per_second: Annotated[float | None, typer.Option(help="How many examples a second are trained on.")] = None,
@@ -56,7 +56,7 @@ def plan(
         float | None, typer.Option("--noise", "--noise-multiplier", help="A noise multiplier, to ask for its epsilon.")
     ] = None,
     max_batch_size: Annotated[
-        int | None, typer.Option(help="The most examples of one step; of a larger draw so many, at random.")
+        int | None, count(help="The most examples of one step; of a larger draw so many, at random.")
     ] = None,
     after: Annotated[
         list[str] | None, typer.Option(help="Where an earlier private training on the same people was saved; of each.")

@@ -191,6 +191,15 @@ def test_plan_answers_without_torch():
 OWN = ["plan", "--sampling-probability", "0.05", "--batch-size", "50"]
 
 
+def test_a_whole_number_may_be_written_as_a_large_one():
+    plans = [
+        invoke("plan", "--n", n, "--batch-size", "50", "--steps", "1e1", "--noise", "1", "--json").stdout
+        for n in ("1000", "1_000", "1e3")
+    ]
+    assert json.loads(plans[0])["steps"] == 10
+    assert len({*plans}) == 1
+
+
 def test_where_n_is_secret_a_plan_has_numbers_of_its_own():
     flags = ["--steps", "10", "--delta", "1e-5", "--epsilon", "8", "--json"]
     of_1000 = ["plan", "--n", "1000", "--batch-size", "50"]

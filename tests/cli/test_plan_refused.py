@@ -64,3 +64,10 @@ def test_bad_input_is_refused_in_words_with_code_2(args, named):
     assert "What to do:" in result.stderr
     assert "Traceback" not in result.output
     assert not result.stdout
+
+
+@pytest.mark.parametrize("typed", ["10,000", "1.5", "nan", "1e400", "ten"])
+def test_what_is_no_whole_number_is_told_how_one_is_written(typed):
+    result = invoke("plan", "--n", typed)
+    assert result.exit_code == 2
+    assert f"'{typed}' is no whole number. It is written as 10000, 10_000 or 1e4." in result.stderr
