@@ -215,7 +215,8 @@ class LogicalBatchCollator:
             made_of = row if isinstance(row, Mapping) else {"it": row}
             kinds = ", ".join(f"{name} is {type(value).__name__}" for name, value in made_of.items())
             is_all, nothing = len(alone) == len(examples), [name for name, value in made_of.items() if value is None]
-            without = f": dataset.filter(lambda row: row[{nothing[0]!r}] is not None)" if nothing else ""
+            is_named = nothing and made_of is row
+            without = f": dataset.filter(lambda row: row[{nothing[0]!r}] is not None)" if is_named else ""
             return ConfigurationError(
                 f"the data collator {self.name} fails on {'each' if is_all else 'a'} row by itself "
                 f"({type(own).__name__}: {own}): {kinds}.",

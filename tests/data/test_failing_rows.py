@@ -202,6 +202,14 @@ def test_a_row_without_a_label_is_told_how_to_be_left_out(tmp_path: Path) -> Non
     assert "dataset.filter(lambda row: row['label'] is not None)" in error.fix
 
 
+def test_a_row_that_is_none_is_to_be_left_out(tmp_path: Path) -> None:
+    parts = {"data_collator": pad, "train_dataset": [None if i == 7 else row for i, row in enumerate(rows())]}
+    error = refused(
+        tmp_path, ConfigurationError, "fails on a row by itself .*it is NoneType", at_once=False, parts=parts
+    )
+    assert error.fix == "correct the row, or leave it out."
+
+
 class Named(nn.Module):
     """Its forward names its inputs otherwise than the dataset does."""
 
