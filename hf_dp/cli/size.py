@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_dp.cli.common import AsJson, print_json, refusals
+from hf_dp.cli.common import AsJson, count, print_json, refusals
 from hf_dp.cli.costs import budgets_of_groups, positive
 
 _FEW_BITS = ("int8", "nf4")
@@ -22,9 +22,9 @@ _TOGETHER = {"memory": "without activations", "sent in one step": "in all"}
 def size(
     model: Annotated[str, typer.Option(help="A model's name or directory: its configuration is read, no weights.")],
     lora_rank: Annotated[int | None, typer.Option(min=1, help="LoRA on every matrix of the blocks.")] = None,
-    length: Annotated[int, typer.Option(help="Positions of each example.")] = 512,
-    micro_batch: Annotated[int, typer.Option(help="Examples at a time (per_device_train_batch_size).")] = 1,
-    world_size: Annotated[int, typer.Option(help="Ranks.")] = 1,
+    length: Annotated[int, count(help="Positions of each example.")] = 512,
+    micro_batch: Annotated[int, count(help="Examples at a time (per_device_train_batch_size).")] = 1,
+    world_size: Annotated[int, count(help="Ranks.")] = 1,
     batch_size: Annotated[
         float | None, typer.Option(help="Expected logical batch; without it, a micro-batch on each rank.")
     ] = None,
