@@ -44,12 +44,14 @@ def _asks_for_a_closure(optimizer: Any) -> bool:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
     # A copy that holds nothing moves nothing, and remembers nothing.
-    trial = copy.copy(optimizer)
-    trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": []} for group in optimizer.param_groups]
+    trial, nothing = copy.copy(optimizer), [{**group, "params": []} for group in optimizer.param_groups]
     try:
+        trial.state, trial.param_groups = defaultdict(dict), nothing
         trial.step()
+    except AttributeError:  # one that is made of others, which stay with the original
+        return False
     except Exception as error:  # noqa: BLE001 - what a step without parameters says besides is not of any other
-        return not isinstance(error, AttributeError) and "closure" in str(error).lower()
+        return "closure" in str(error).lower()
     return False
 
 
