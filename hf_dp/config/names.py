@@ -48,7 +48,7 @@ def refuse_unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> Non
     told = [f"{near} for {shown(name)}" for name, near in meant.items() if near is not None]
     raise ConfigurationError(
         f"{kind} got {', '.join(map(shown, others))}, which it does not have.",
-        why="a setting that nothing reads would be promised to nobody.",
+        why="nothing would follow from it, and the promise would not be the one that was meant.",
         fix=f"give {', '.join(told)}." if told else f"use only these: {', '.join(known)}.",
     )
 
