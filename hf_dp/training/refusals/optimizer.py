@@ -43,11 +43,12 @@ def _asks_for_a_closure(optimizer: Any) -> bool:
         return True
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False
-    # A copy that holds nothing moves nothing, and remembers nothing.
+    # A copy that holds nothing moves nothing, and remembers nothing. Neither do its hooks run, nor the step that a
+    # scheduler has put into the original, which is the original's.
     trial, nothing = copy.copy(optimizer), [{**group, "params": []} for group in optimizer.param_groups]
     try:
         trial.state, trial.param_groups = defaultdict(dict), nothing
-        trial.step()
+        inspect.unwrap(type(optimizer).step)(trial)
     except AttributeError:  # one that is made of others, which stay with the original
         return False
     except Exception as error:  # noqa: BLE001 - what a step without parameters says besides is not of any other
