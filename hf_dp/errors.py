@@ -16,7 +16,9 @@ def shortened(text: str, longest: int = _LONGEST, most_lines: int = _MOST_LINES)
     """
     # First: what is not printable takes more room when it is escaped.
     text = text if len(text) <= longest else text[:longest] + text[-longest:]
-    shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    # Nearly all is, and refusals are made for each use of a weight that may be one.
+    is_shown = text.replace("\n", "").replace("\t", "").isprintable()
+    shown = text if is_shown else "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
     lines = shown.split("\n")
     if len(lines) > most_lines:
         shown = "\n".join([*lines[: most_lines // 2], _CUT, *lines[-(most_lines // 2) :]])

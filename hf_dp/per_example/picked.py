@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.watched import WatchedParameter, flatten, tensors_in
+from hf_dp.per_example.watched import METADATA, WatchedParameter, flatten, tensors_in
 
 _INDEXING = frozenset(("__getitem__", "index"))
 # Of these each number of the result is one of the first argument's, wherever that is chosen by the others.
@@ -54,6 +54,7 @@ _WRITING: dict[str, tuple[int, int | None] | tuple[()]] = {
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "select_scatter"), (1, 0)),
     **dict.fromkeys(("masked_scatter", "put"), ()),
 }
+_OF_NO_NUMBERS = METADATA - {Tensor.grad.__get__}  # type: ignore[union-attr]
 
 
 class Picked(TorchFunctionMode):
@@ -85,17 +86,35 @@ class Picked(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Most that it is asked for is a tensor's shape and the like, and what follows would ask for some itself.
+        if func in _OF_NO_NUMBERS:
+            return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         given = tensors_in(args, kwargs)
-        known = [self._one_of_each[a] for a in given if a in self._one_of_each]
-        by = next((self._picked[a] for a in given if a in self._picked), None)
+        with torch._C.DisableTorchFunction():
+            known = [self._one_of_each[a] for a in given if a in self._one_of_each] if len(self._one_of_each) else []
+            by = next((self._picked[a] for a in given if a in self._picked), None) if len(self._picked) else None
         before, self._within = self._within, (by, all(known) if known else None)
         try:
             output = func(*args, **kwargs)
         finally:
             self._within = before
-        if not any(map(self.is_data, given)):
-            return output
+        with torch._C.DisableTorchFunction():
+            if any(map(self.is_data, given)):
+                self._follow(func, args, kwargs, given, output, known, by)
+        return output
+
+    def _follow(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        output: Any,
+        known: list[bool],
+        by: str | None,
+    ) -> None:
+        """Notes what becomes of data, from what was known of what was `given`."""
         made = tensors_in(output)
         self._data.update((one, None) for one in made)
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
@@ -133,12 +152,12 @@ class Picked(TorchFunctionMode):
             self._picked.update((one, by) for one in rows)
         if known:
             self._one_of_each.update((one, all(known)) for one in made if one.dtype != torch.bool)
-        return output
 
     def is_data(self, tensor: Tensor) -> bool:
         """Whether it was computed from the batch."""
-        is_parameter = isinstance(tensor, (nn.Parameter, WatchedParameter))
-        return tensor in self._data or (tensor.requires_grad and not is_parameter)
+        if tensor in self._data:
+            return True
+        return tensor.requires_grad and not isinstance(tensor, (nn.Parameter, WatchedParameter))
 
     def picked_by(self, tensor: Tensor) -> str | None:
         """Which operation picked rows that `tensor` was computed from; None if none did."""

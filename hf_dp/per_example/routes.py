@@ -194,14 +194,15 @@ class _Following(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [(a, _writes(a)) for a in tensors_in(args, kwargs)]
-        known = {id(a): self._routes.of(a) for a, _ in given}
+        with torch._C.DisableTorchFunction():
+            given = [(a, _writes(a)) for a in tensors_in(args, kwargs)]
+            known = {id(a): self._routes.of(a) for a, _ in given}
         output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             places = self._routes.followed(func, args, kwargs, output, known)
-        changed = [tensor for tensor, count in given if _writes(tensor) != count]
-        for one in (*tensors_in(output), *changed):
-            self._routes.note(one, places)
+            changed = [tensor for tensor, count in given if _writes(tensor) != count]
+            for one in (*tensors_in(output), *changed):
+                self._routes.note(one, places)
         return output
 
 
@@ -251,8 +252,9 @@ def _may_route(module: nn.Module) -> bool:
     """Whether a module may hold matrices of experts: some parameter has three axes, and torch does not say what for."""
     weights = module._modules.get("parametrizations")
     own = [*module._parameters.values(), *([] if weights is None else weights.parameters())]
-    is_torchs = all(kind.__module__.startswith("torch.") for kind in type(module).__mro__[:-1])
-    return any(p is not None and p.dim() == 3 for p in own) and not is_torchs
+    if not any(p is not None and p.dim() == 3 for p in own):
+        return False
+    return not all(kind.__module__.startswith("torch.") for kind in type(module).__mro__[:-1])
 
 
 def _writes(tensor: Tensor) -> int:

@@ -53,8 +53,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def trained_in(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:
     """The same of all modules of a model, by their names, whose shards are where they belong."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, p in _trained(modules):
-        found.setdefault(id(p), (name, p))
+    with torch._C.DisableTorchFunction():  # of a check's modes, each would be asked for each attribute
+        for name, p in _trained(modules):
+            found.setdefault(id(p), (name, p))
     return dict(found.values())
 
 
@@ -70,8 +71,7 @@ def local(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
-        held: Tensor = tensor.to_local()
-    return held
+        return tensor.to_local()
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -91,7 +91,7 @@ class WatchedParameter(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _DETACHING:
@@ -130,7 +130,8 @@ def in_place(
 
     At the end all is as it was.
     """
-    gradients = {name: p.grad for name, p in originals.items()}
+    with torch._C.DisableTorchFunction():  # of a check's modes, each would be asked for each attribute
+        gradients = {name: p.grad for name, p in originals.items()}
     places = [
         (module._parameters, key, p)
         for module in modules
@@ -142,29 +143,28 @@ def in_place(
     try:
         for holder, key, p in places:
             holder[key] = watched[id(p)]  # type: ignore[assignment]
-        for p in originals.values():
-            p.grad = None
+        with torch._C.DisableTorchFunction():
+            for p in originals.values():
+                p.grad = None
         yield
     finally:
         for holder, key, p in places:
             holder[key] = p
         for attributes, weights, references in lists:
             attributes.update(_flat_weights=weights, _flat_weight_refs=references)
-        for name, p in originals.items():
-            p.grad = gradients[name]
+        with torch._C.DisableTorchFunction():
+            for name, p in originals.items():
+                p.grad = gradients[name]
 
 
 def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
 
 
-_METADATA = {
+METADATA = {
     *(_getter(n) for n in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad")),
-    *(
-        _getter(n)
-        for n in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xpu", "itemsize")
-    ),
-    *(_getter(n) for n in ("nbytes", "grad_fn", "is_nested", "is_mkldnn", "_version")),
+    *(_getter(n) for n in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xpu")),
+    *(_getter(n) for n in ("itemsize", "nbytes", "grad_fn", "is_nested", "is_mkldnn", "_version")),
     *(getattr(torch.Tensor, n) for n in ("size", "dim", "numel", "nelement", "stride", "is_contiguous", "get_device")),
     *(getattr(torch.Tensor, n) for n in ("is_floating_point", "is_complex", "element_size", "data_ptr", "__len__")),
     *(getattr(torch.Tensor, n) for n in ("ndimension", "storage_offset", "__hash__", "__repr__", "untyped_storage")),

@@ -69,7 +69,8 @@ def refuse_hooked(parameters: Mapping[str, nn.Parameter]) -> None:
     Raises:
         UnsupportedModelError: with their names.
     """
-    hooked = sorted(n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
+    with torch._C.DisableTorchFunction():  # of a check's modes, each would be asked for each attribute
+        hooked = sorted(n for n, p in parameters.items() if p._backward_hooks or p._post_accumulate_grad_hooks)
     if hooked:
         raise UnsupportedModelError(
             f"{', '.join(hooked)} has a hook on its gradient.",
