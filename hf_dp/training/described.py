@@ -7,7 +7,6 @@ import enum
 import platform
 import secrets
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import hf_dp.ranks as ranks
 from hf_dp import __version__
 from hf_dp.data.fingerprint import fingerprint
 from hf_dp.per_example.ieee import precisions
+from hf_dp.versions import installed
 
 # What may differ from rank to rank: who it is, and where it writes.
 _OWN = {"local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "log_level_replica"}
@@ -49,7 +49,7 @@ def described_setup(accelerator: Any = None) -> dict[str, Any]:
         "the versions of the libraries": {
             "python": platform.python_version(),
             "hf_dp": __version__,
-            **{name: version(name) for name in _LIBRARIES},
+            **{name: installed(name) for name in _LIBRARIES},
         },
         "torch's settings": [
             str(torch.get_default_dtype()),
