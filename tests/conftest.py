@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.util
@@ -23,6 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
 import pytest
+import typer.testing
 from hypothesis import settings
 
 from tests.few import leave_few
@@ -52,6 +54,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 
@@ -94,6 +97,14 @@ def nothing_waits() -> Iterator[Callable[[], int]]:
     count = gc.get_freeze_count
     with mock.patch.object(gc, "get_freeze_count", not_counted), mock.patch.object(os, "fsync", not_waited):
         yield count
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_built_once() -> Iterator[None]:
+    """Typer's runner builds all commands from their signatures for each that it runs, a process once."""
+    built = functools.cache(typer.testing._get_command)
+    with mock.patch.object(typer.testing, "_get_command", built):
+        yield
 
 
 @pytest.fixture(autouse=True)
