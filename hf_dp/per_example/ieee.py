@@ -62,11 +62,13 @@ def beneath_modes() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def whole_sums(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Inside, products of 16-bit numbers are added up in float32 on all of these devices, the model's own too.
+def whole_sums(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, products of 16-bit numbers are added up in float32 on the devices of all of these, the model's own too.
 
     To change that for each use of a parameter, and back, takes longer than many a product.
     """
+    with beneath_modes():
+        devices = {tensor.device for tensor in tensors}
     in_fewer = sorted({name for device in devices for name in _in_fewer_bits(device)})
     with _sums_in_float32(in_fewer) if in_fewer else nullcontext():
         yield

@@ -43,13 +43,14 @@ def loop(model: nn.Module, loss_fn: LossFunction, batch: Batch, *, tables: Colle
                 check_losses(loss, 1)
                 loss.sum().backward()
             losses.append(loss.detach())
-            for name, p in parameters.items():
-                if name in tables:
-                    factors[name] = [] if p.grad is None else [row_factors(p.grad)]
-                else:
-                    gradient = torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
-                    rows[name].append(accumulation(gradient.to_dense() if gradient.is_sparse else gradient))
-                p.grad = None
+            with beneath_modes():
+                for name, p in parameters.items():
+                    if name in tables:
+                        factors[name] = [] if p.grad is None else [row_factors(p.grad)]
+                    else:
+                        gradient = torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
+                        rows[name].append(accumulation(gradient.to_dense() if gradient.is_sparse else gradient))
+                    p.grad = None
     finally:
         for name, p in parameters.items():
             p.grad = kept[name]

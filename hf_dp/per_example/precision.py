@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hf_dp.per_example.ieee import beneath_modes
+
 FEW = frozenset({torch.float16, torch.bfloat16})
 _FEWER_BITS = {torch.float32: FEW, torch.float64: FEW | {torch.float32}}
 # What Transformers puts on layers that can be checkpointed.
@@ -247,6 +249,12 @@ def _place(tensor: Tensor) -> int | None:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are accumulated in: float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sum_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """That of each, of which modes are not asked."""
+    with beneath_modes():
+        return {name: sum_dtype(tensor.dtype) for name, tensor in tensors.items()}
 
 
 def accumulation(values: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from hf_dp.per_example.functions import Applied, by_rows, functions_seen
 from hf_dp.per_example.idle import without_idle
 from hf_dp.per_example.ieee import are_in_full, full_precision, whole_sums
 from hf_dp.per_example.leaves import refusing_others
-from hf_dp.per_example.precision import sum_dtype
+from hf_dp.per_example.precision import sum_dtypes
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.rules.composites import COMPOSITES
@@ -93,7 +93,7 @@ class Watch:
     def run(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward and one backward pass; the losses (B,), detached. The factors are then in `factors`."""
         with self.attached(model), refusing_others([*self.parameters.values(), *batch.values()]):
-            with whole_sums({p.device for p in self.parameters.values()}):
+            with whole_sums(self.parameters.values()):
                 losses = self.forward(model, loss_fn, batch)
                 self.backward(losses)
             with torch.no_grad(), full_precision(losses.device):
@@ -144,7 +144,7 @@ class Watch:
         sharded = {id(p): name for name, p in originals.items() if isinstance(p, DTensor)}
         watched = {id(p): watch(name, p) for name, p in originals.items() if id(p) not in sharded}
         self.factors = {name: [] for name in originals}
-        self.sum_dtypes = {name: sum_dtype(p.dtype) for name, p in originals.items()}
+        self.sum_dtypes = sum_dtypes(originals)
         try:
             with in_place(modules, originals, watched), functions_seen(), self.reader.followed(modules):
                 with watched_when_whole(model, sharded, watch):

@@ -182,12 +182,13 @@ def _mixing(
             runs.append(_observe(model, loss_fn, take(batch, pattern), watch))
     if any([use for use, _ in seen] != [use for use, _ in runs[0][0]] for seen, _ in runs):
         return "the model used its parameters differently when the examples of the batch were exchanged."
-    for observed in zip(*(seen for seen, _ in runs), strict=True):
-        if not _rows_agree(*(rows for _, rows in observed), mixed=mixed, in_place=in_place):
-            use = observed[0][0]
-            return f"in {use.operation}, used by {use.parameter}, an example's row depends on its neighbours."
-    if not _rows_agree(*(losses for _, losses in runs), mixed=mixed, in_place=in_place):
-        return "an example's loss depends on its neighbours in the batch."
+    with beneath_modes():
+        for observed in zip(*(seen for seen, _ in runs), strict=True):
+            if not _rows_agree(*(rows for _, rows in observed), mixed=mixed, in_place=in_place):
+                use = observed[0][0]
+                return f"in {use.operation}, used by {use.parameter}, an example's row depends on its neighbours."
+        if not _rows_agree(*(losses for _, losses in runs), mixed=mixed, in_place=in_place):
+            return "an example's loss depends on its neighbours in the batch."
     return None
 
 

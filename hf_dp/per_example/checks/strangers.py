@@ -21,6 +21,7 @@ from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, fork
 from hf_dp.per_example.checks.numbers import Numbers
 from hf_dp.per_example.checks.padding import in_either_mode, moved_by, tolerance_of
 from hf_dp.per_example.checks.preflight import off_zero
+from hf_dp.per_example.ieee import beneath_modes
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rule import Certificate, Rule, refuse_differing
@@ -101,8 +102,9 @@ def check_strangers(
         def moved(beside: list[_Stranger]) -> bool:
             """Whether either of two that are alike is another, before and after these."""
             together = gradients(_together(first, beside))
-            by = (moved_by(model, together, i, alone, tables, norms) for i in (0, len(beside) + 1))
-            return any(not moved <= tolerance for moved in by)
+            with beneath_modes():
+                by = (moved_by(model, together, i, alone, tables, norms) for i in (0, len(beside) + 1))
+                return any(not moved <= tolerance for moved in by)
 
         for beside in _parts(strangers):
             if (found := _computed(functools.partial(moved, beside))) is False:
