@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -183,11 +184,19 @@ def of_example(gradients: PerExampleGradients, i: int, norm: float) -> dict[str,
     return gradients.weighted_sum(coefficients * torch.eye(len(coefficients), dtype=coefficients.dtype)[i])
 
 
+@functools.cache
+def recorded(head: str) -> tuple[nn.Module, Batch, PerExampleGradients]:
+    """A model, a batch and what is recorded of it, once for all that is drawn."""
+    model, batch = tiny("gpt2", head), text_batch(head)
+    return model, batch, record(model, per_example_losses, batch)
+
+
 @settings(max_examples=15)
 @given(kept=st.integers(0, 5), seed=st.integers(0, 99))
 def test_failure_03_labels_of_b_leave_the_clipped_gradient_of_a_bit_identical(kept: int, seed: int) -> None:
-    model, batch = MODEL, text_batch("causal_lm")
-    before = of_example(record(model, per_example_losses, batch), 0, 0.5)
+    model, batch, plain = recorded("causal_lm")
+    batch = {name: value.clone() for name, value in batch.items()}
+    before = of_example(plain, 0, 0.5)
     generator = torch.Generator().manual_seed(seed)
     batch["labels"][1] = torch.randint(3, 37, batch["labels"][1].shape, generator=generator)
     batch["labels"][1, kept:] = -100
@@ -215,14 +224,11 @@ def test_failure_14_nan_and_inf_leave_others_bit_identical(bad: float, dtype: to
 @given(extra=st.integers(1, 9))
 @pytest.mark.parametrize("head", ["causal_lm", "sequence", pytest.param("token", marks=pytest.mark.slow)])
 def test_failure_16_extra_padding_leaves_norms_unchanged(head: str, extra: int) -> None:
-    model, batch = tiny("gpt2", head), text_batch(head)
+    model, batch, narrow = recorded(head)
     wide = dict(batch)
     for name, value in batch.items():
         if value.dim() == 2:
             wide[name] = nn.functional.pad(value, (0, extra), value=-100 if name == "labels" else 0)
-    narrow, wider = (record(model, per_example_losses, b) for b in (batch, wide))
+    wider = record(model, per_example_losses, wide)
     assert torch.allclose(narrow.squared_norms(), wider.squared_norms(), rtol=1e-10)
     assert torch.allclose(narrow.losses, wider.losses, rtol=1e-12)
-
-
-MODEL = tiny("gpt2", "causal_lm")

@@ -188,7 +188,7 @@ def test_what_is_unfrozen_later_is_refused_before_its_step_is_paid_for(tmp_path:
 
         return {"callbacks": [Switches()]}
 
-    settings = {"per_device_train_batch_size": rows_at_once}
+    settings = {"per_device_train_batch_size": rows_at_once, "max_steps": 2}
     model = classifier()
     model.distilbert.requires_grad_(False)
     trainer = make(tmp_path, model, parts=switch(model, True), **settings)

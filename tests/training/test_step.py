@@ -118,13 +118,13 @@ def test_failure_04_the_accounted_sampling_is_the_sampling_that_runs(tmp_path: P
             self.training_step_sizes(inputs)
             return super().floating_point_ops(inputs)
 
-    trainer = make(tmp_path, kind=Counting, max_steps=20)
+    trainer = make(tmp_path, kind=Counting, max_steps=10)
     trainer.train()
-    assert seen == [len(batch) for batch in draws(7, 20)]
+    assert seen == [len(batch) for batch in draws(7, 10)]
     assert len(set(seen)) > 3, "fixed-size batches would not be Poisson"
     (event, count, _label), *others = trainer.ledger.entries
     assert not others
-    assert count == 20
+    assert count == 10
     assert event == dp_accounting.PoissonSampledDpEvent(EXPECTED / ROWS, dp_accounting.GaussianDpEvent(1.0))
 
 
