@@ -218,10 +218,9 @@ def observer(model: nn.Module) -> Callable[[Tensor, Axis], Tensor]:
         is_constant = axis.reading == "constant"
         if is_constant and id(given) in frozen:
             return given.new_empty(1, 0)
-        given = given.detach()
-        if given.layout is not torch.strided and is_constant:
-            return torch.cat([part.double().flatten() for part in parts(given)])[None]
-        return given.to_dense().clone().reshape(1 if is_constant else axis.batch_size, -1)
+        if is_constant and given.layout is not torch.strided:
+            return torch.cat([part.double().flatten() for part in parts(given.detach())])[None]
+        return given.detach().to_dense().clone().reshape(1 if is_constant else axis.batch_size, -1)
 
     return rows_of
 
