@@ -13,6 +13,7 @@ from scripts.shrinking import NotMadeError, small_model
     ("head", "name", "beginning"),
     [
         ("causal_lm", "opt", "exact"),
+        ("causal_lm", "trocr", "exact"),
         ("sequence", "bert", "exact"),
         ("image", "mobilenet_v1", "refused: mobilenet_v1.conv_stem.normalization is batch normalisation"),
         ("causal_lm", "reformer", "not made"),
@@ -53,6 +54,10 @@ def test_a_model_that_stays_large_is_not_made() -> None:
 def test_the_page_counts_and_names_them() -> None:
     said = {"a": "exact 2e-16", "b": "refused: it is batch normalisation.", "c": "not made: KeyError", "d": "exact 0"}
     written = sweep.page({"image": said})
+    assert "A star" not in written
     assert "| image | 2 | 1 | 1 |" in written
     assert "- **image**: a, d" in written
     assert "- b (image): it is batch normalisation." in written
+    told = sweep.page({"causal_lm": {"a": "exact 2e-16", "b": "exact 3e-16 ForMaskedLM"}})
+    assert "- **causal_lm**: a, b*\n" in told
+    assert 'A star: after `model.loss_type = "ForMaskedLM"`' in told
