@@ -11,29 +11,25 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
-import hf_dp.ranks as ranks
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, forked_rng, in_mode
+from hf_dp.per_example.checks.moved import has_other_rows, moved_by
 from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
 from hf_dp.per_example.checks.preflight import off_zero
 from hf_dp.per_example.checks.values import equal
 from hf_dp.per_example.precision import FEW, checkpoints, computed_in, noting_16_bits, with_memory_to_spare
 from hf_dp.per_example.record import PerExampleGradients, record
-from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Rule, refuse_differing
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.sharding import as_sums, dtypes_of_shards, summed_over_shards, trainable
+from hf_dp.per_example.sharding import dtypes_of_shards
 from hf_dp.randomness import global_state
 
 # Of the norm of the example's gradient. In float32 what is right differs by 1.3e-5 at most, what leaks by 2.6e-4 at
 # least; where 16 bits or whole numbers are computed with all the same (quantised weights, FSDP2), only more is seen.
 _TOLERANCE, _LOW_PRECISION_TOLERANCE = 1e-4, 1e-1
-# A gradient that is nothing beside the others' is held to a share of theirs: it is rounding.
-_NEGLIGIBLE = 1e-2
 _Found = TypeVar("_Found")
 _NO_NUMBER = "an example's gradient, alone and beside longer or shorter examples, is in one of both no number."
 
@@ -68,7 +64,8 @@ def check_padding(
         number: how many of them, from the first, are looked at; all by default.
         certificate: of `preflight`, so that no more is computed than the gradients.
         rules: the table of operations.
-        tables: parameters that are only looked up in; their gradients are compared by the rows that were.
+        tables: parameters that are only looked up in; their gradients are compared by the rows that were, and the same
+            rows must have one.
         note: is told by how much of its norm the gradient of each moves where the model is trained in 16 bits, as it is
             computed then.
 
@@ -146,6 +143,8 @@ def check_padding(
                     f"an example's gradient moves by {100 * by:.2g} % of its norm "
                     "when longer or shorter examples are beside it in a batch."
                 )
+            if all(has_other_rows(in_batch, i, found, tables) for found, _ in alone):
+                raise _counts()
             norms.append(float(alone[0][0].squared_norms()[0].sqrt()))
         return norms
 
@@ -229,6 +228,18 @@ def _leak(found: str) -> PreflightError:
     )
 
 
+def _counts() -> PreflightError:
+    return PreflightError(
+        "an example has a gradient, however small, in a row of an embedding table when longer or shorter examples are "
+        "beside it, and none there alone.",
+        why="rows are chosen by how many examples have a gradient there: one long example would change the counts of "
+        "all its neighbours, beyond what their clipping bounds.",
+        fix="hide padding wholly (before a softmax -inf, or torch.finfo(dtype).min; elsewhere a product with the "
+        "mask); or give all micro-batches one width that no example can change (padding='max_length'); or give the "
+        "table a dense gradient.",
+    )
+
+
 def _mixed() -> PreflightError:
     return PreflightError(
         "an example's gradient follows from what is beside it in a batch, also where it is padded as far.",
@@ -236,45 +247,6 @@ def _mixed() -> PreflightError:
         "sequences), so clipping one example does not bound its influence.",
         fix="make the loss and each operation act on each example alone: divide an example's loss by its own tokens.",
     )
-
-
-def moved_by(
-    model: nn.Module,
-    together: PerExampleGradients,
-    i: int,
-    alone: PerExampleGradients,
-    tables: Collection[str],
-    others: Tensor | None = None,
-) -> float:
-    """By how much of its norm the gradient of example i is another than that of the example alone, or its loss is.
-
-    Args:
-        others: the norms () or (B,) that one is held to a share of which is nothing beside them; those of `together`.
-    """
-    parameters = trainable(model)
-    sums, rows = together.zeros(besides=tables), {name: RowSum(name, parameters[name]) for name in tables}
-    losses = torch.stack([together.losses[i], alone.losses[0]]).double()
-    norms = torch.stack([together.squared_norms()[i], alone.squared_norms()[0]]).double().sqrt()
-    finite = norms.isfinite() & losses.isfinite()
-    if not bool(finite.all()):
-        # What is finite in neither contributes nothing, in a batch and alone.
-        return float("inf") if bool(finite.any()) else 0.0
-    chosen = torch.zeros_like(together.losses)
-    chosen[i] = 1
-    together.add_weighted_sum_(as_sums(sums, parameters), chosen, rows)
-    alone.add_weighted_sum_(as_sums(sums, parameters), -torch.ones_like(alone.losses), rows)
-    differences = {**sums, **{name: found.coalesced()[1] for name, found in rows.items()}}
-    squares = []
-    for name, values in differences.items():
-        # All ranks gave the same examples.
-        copies = ranks.world_size() if isinstance(parameters[name], DTensor) else 1
-        norm = torch.linalg.vector_norm(values, dtype=torch.float64) / copies
-        squares.append((parameters[name], norm.square()))
-    difference = float(summed_over_shards(squares, losses.device).sqrt())
-    others = together.squared_norms().sqrt() if others is None else others
-    size = max(float(norms.max()), _NEGLIGIBLE * float(others.double().nan_to_num(0, 0, 0).max()))
-    by_loss = float((losses[0] - losses[1]).abs() / losses.abs().max().clamp_min(1))
-    return max(difference / size if size else difference, by_loss)
 
 
 def _cut(batch: Batch, i: int, single: Batch, left: bool) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, forked_rng
+from hf_dp.per_example.checks.moved import has_other_rows, moved_by
 from hf_dp.per_example.checks.numbers import Numbers
-from hf_dp.per_example.checks.padding import in_either_mode, moved_by, tolerance_of
+from hf_dp.per_example.checks.padding import in_either_mode, tolerance_of
 from hf_dp.per_example.checks.preflight import off_zero
 from hf_dp.per_example.ieee import beneath_modes
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
@@ -103,8 +104,11 @@ def check_strangers(
             """Whether either of two that are alike is another, before and after these."""
             together = gradients(_together(first, beside))
             with beneath_modes():
-                by = (moved_by(model, together, i, alone, tables, norms) for i in (0, len(beside) + 1))
-                return any(not moved <= tolerance for moved in by)
+                return any(
+                    not moved_by(model, together, i, alone, tables, norms) <= tolerance
+                    or has_other_rows(together, i, alone, tables)
+                    for i in (0, len(beside) + 1)
+                )
 
         for beside in _parts(strangers):
             if (found := _computed(functools.partial(moved, beside))) is False:

@@ -1,0 +1,70 @@
+"""By how much an example's gradient is another beside others than alone, and in which rows of a table it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import hf_dp.ranks as ranks
+from hf_dp.per_example.record import PerExampleGradients
+from hf_dp.per_example.rows import RowSum, Tables
+from hf_dp.per_example.sharding import as_sums, summed_over_shards, trainable
+
+# A gradient that is nothing beside the others' is held to a share of theirs: it is rounding.
+_NEGLIGIBLE = 1e-2
+
+
+def moved_by(
+    model: nn.Module,
+    together: PerExampleGradients,
+    i: int,
+    alone: PerExampleGradients,
+    tables: Collection[str],
+    others: Tensor | None = None,
+) -> float:
+    """By how much of its norm the gradient of example i is another than that of the example alone, or its loss is.
+
+    Args:
+        others: the norms () or (B,) that one is held to a share of which is nothing beside them; those of `together`.
+    """
+    parameters = trainable(model)
+    sums, rows = together.zeros(besides=tables), {name: RowSum(name, parameters[name]) for name in tables}
+    losses = torch.stack([together.losses[i], alone.losses[0]]).double()
+    norms = torch.stack([together.squared_norms()[i], alone.squared_norms()[0]]).double().sqrt()
+    finite = norms.isfinite() & losses.isfinite()
+    if not bool(finite.all()):
+        # What is finite in neither contributes nothing, in a batch and alone.
+        return float("inf") if bool(finite.any()) else 0.0
+    chosen = torch.zeros_like(together.losses)
+    chosen[i] = 1
+    together.add_weighted_sum_(as_sums(sums, parameters), chosen, rows)
+    alone.add_weighted_sum_(as_sums(sums, parameters), -torch.ones_like(alone.losses), rows)
+    differences = {**sums, **{name: found.coalesced()[1] for name, found in rows.items()}}
+    squares = []
+    for name, values in differences.items():
+        # All ranks gave the same examples.
+        copies = ranks.world_size() if isinstance(parameters[name], DTensor) else 1
+        norm = torch.linalg.vector_norm(values, dtype=torch.float64) / copies
+        squares.append((parameters[name], norm.square()))
+    difference = float(summed_over_shards(squares, losses.device).sqrt())
+    others = together.squared_norms().sqrt() if others is None else others
+    size = max(float(norms.max()), _NEGLIGIBLE * float(others.double().nan_to_num(0, 0, 0).max()))
+    by_loss = float((losses[0] - losses[1]).abs() / losses.abs().max().clamp_min(1))
+    return max(difference / size if size else difference, by_loss)
+
+
+def has_other_rows(together: PerExampleGradients, i: int, alone: PerExampleGradients, tables: Collection[str]) -> bool:
+    """Whether example i has a gradient in other rows of `tables` than the example alone. Where either has no finite
+    gradient it counts in neither.
+
+    How large they are does not matter: what is counted is that they are not zero.
+    """
+    finite = [bool(found.squared_norms()[at].isfinite()) for found, at in ((together, i), (alone, 0))]
+    if not (tables and all(finite)):
+        return False
+    numbered = Tables.of({name: together.parameters[name] for name in tables})
+    examples, rows = numbered.touched(together.factors)
+    return not torch.equal(rows[examples == i], numbered.touched(alone.factors)[1])
