@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME
 
 import hf_dp.ranks as ranks
@@ -24,6 +24,8 @@ from hf_dp.step.written import stepped_by
 logger = logging.getLogger(__name__)
 
 _FROM_DATA = {"eva", "corda", "lora_ga"}
+# What LoRA begins with as nothing, by init_lora_weights and in the names of parameters.
+_FROM_NOTHING, _NOTHING_YET = {"true", "gaussian", "eva"}, {"lora_B", "lora_embedding_B"}
 _OTHERS = "where nobody is in both, PrivacyConfig(other_people=True)"
 
 
@@ -68,9 +70,9 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
 
 
 def warn_of_origin(model: nn.Module, tokenizer: Any, own: Ledger, plan: Plan) -> None:
-    """Says of weights that were trained without privacy in this process, of adapters that begin from data, of a model
-    from a folder that is gone, and of a tokenizer that lay beside a record which the promise does not name, that
-    private data may be in the weights.
+    """Says of weights that were trained without privacy in this process, of adapters that begin from data or were
+    trained already, of a model from a folder that is gone, and of a tokenizer that lay beside a record which the
+    promise does not name, that private data may be in the weights.
 
     Args:
         model: that will be trained.
@@ -80,6 +82,7 @@ def warn_of_origin(model: nn.Module, tokenizer: Any, own: Ledger, plan: Plan) ->
     """
     _warn_of_steps_before(model)
     _warn_of_fitted(model)
+    _warn_of_trained_adapters(model, own, plan)
     _warn_of_gone(model, plan)
     place = getattr(getattr(tokenizer, "tokenizer", tokenizer), "name_or_path", None)
     path = os.path.join(place, RECORD_FILE) if isinstance(place, str) and place else ""
@@ -120,6 +123,32 @@ def _warn_of_fitted(model: nn.Module) -> None:
             "without noise, and epsilon is without it: compute it of public ones, or leave init_lora_weights out.",
             found[0],
         )
+
+
+def _warn_of_trained_adapters(model: nn.Module, own: Ledger, plan: Plan) -> None:
+    """Of LoRA that was made in this process, what is added to the model is zero until it is trained."""
+    if own.steps or plan.config.after or plan.config.other_people:
+        return
+    begun = {
+        name
+        for module in model.modules()
+        if isinstance(adapters := getattr(module, "peft_config", None), dict)
+        for name, adapter in adapters.items()
+        if str(getattr(adapter, "init_lora_weights", None)).lower() in _FROM_NOTHING
+    }
+    for name, p in model.named_parameters() if begun else ():
+        words = {*name.split(".")}
+        if not (words & _NOTHING_YET and words & begun) or type(p.data) is not Tensor or p.is_meta or stepped_by(p):
+            continue
+        if bool(p.detach().any()):
+            ranks.warn(
+                logger,
+                "An adapter in this model was trained before (%s is not zero), and where it was read from cannot be "
+                "seen. If a private training made it, and people are in both data sets, epsilon is without that one: "
+                "give PrivacyConfig(after=...) with its folder, for one budget of both. Where nobody is in both, "
+                "PrivacyConfig(other_people=True).", name,
+            )  # fmt: skip
+            return
 
 
 def _warn_of_gone(model: nn.Module, plan: Plan) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -173,6 +173,26 @@ def test_a_tokenizer_from_beside_a_record_is_warned_of(
         caplog.clear()
         warn_of_origin(nn.Module(), of_model, Ledger(), plan(tmp_path))
         assert f"The tokenizer was read from {folder!r}, where a private training saved it" in caplog.text
+
+
+def test_failure_104_an_adapter_that_was_trained_before_is_warned_of(
+    two: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its folder has a record, and nothing in the model says which folder that is."""
+    mine = plan(tmp_path / "run")
+    warn_of_origin(lora(classifier()), None, Ledger(), mine)
+    assert "trained before" not in caplog.text
+    model = lora(classifier())
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "lora_B" in name).fill_(0.01)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(classifier(), tmp_path / "adapter", is_trainable=True)
+    for number, said in enumerate((given(after=str(two[0].args.output_dir)), given(other_people=True))):
+        warn_of_origin(loaded, None, Ledger(), plan(tmp_path / f"said-{number}", said))
+    warn_of_origin(loaded, None, two[0].ledger, mine)  # this trainer has made steps of its own
+    assert "trained before" not in caplog.text
+    warn_of_origin(loaded, None, Ledger(), mine)
+    assert "An adapter in this model was trained before" in caplog.text
 
 
 def test_of_weights_in_few_bits_no_numbers_are_compared() -> None:
