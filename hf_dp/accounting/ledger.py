@@ -36,6 +36,7 @@ class Ledger:
         written: SHA-256 of each record that this process wrote of it.
         sealed: the seal of each checkpoint that it wrote.
         own_steps: how many training steps this process charged.
+        own_labels: what else it charged.
     """
 
     def __init__(self, promise: Mapping[str, Any] | None = None) -> None:
@@ -44,6 +45,7 @@ class Ledger:
         self.written: set[str] = set()
         self.sealed: set[str] = set()
         self.own_steps = 0
+        self.own_labels: set[str] = set()
         self._epsilons: dict[tuple[float, AccountantName], float] = {}
 
     def charge(self, event: dp.DpEvent, label: str = TRAINING_STEP, count: int = 1) -> None:
@@ -60,7 +62,10 @@ class Ledger:
                 fix="charge a whole number of at least 1 before each release.",
             )
         primitives(event)
-        self.own_steps += count if label == TRAINING_STEP else 0
+        if label == TRAINING_STEP:
+            self.own_steps += count
+        else:
+            self.own_labels.add(label)
         if self._entries and (self._entries[-1][0], self._entries[-1][2]) == (event, label):
             count += self._entries.pop()[1]
         self._entries.append((event, count, label))
@@ -166,7 +171,7 @@ class Ledger:
             if not isinstance(entry, dict) or set(entry) != {"event", "count", "label"}:
                 raise _damaged(f"entry {str(entry)[:100]} has not the fields event, count and label")
             ledger.charge(event_from_dict(entry["event"]), entry["label"], entry["count"])
-        ledger.own_steps = 0  # another process charged them
+        ledger.own_steps, ledger.own_labels = 0, set()  # another process charged them
         return ledger
 
 

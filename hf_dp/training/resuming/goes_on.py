@@ -7,7 +7,7 @@ from typing import Any
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
-from hf_dp.accounting.earlier import releases_of
+from hf_dp.accounting.earlier import is_of_earlier, releases_of
 from hf_dp.config.target import told
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.figures import upper
@@ -108,11 +108,14 @@ def _refuse_another_branch(ledger: Ledger, saved: SavedRun) -> None:
     begun_at = ledger.steps - ledger.own_steps
     # Rank 0 writes, and knows what it wrote.
     is_own = saved.seal in ledger.sealed or ranks.rank() != 0
-    if ledger.own_steps and not is_own:
+    released = sorted(label for label in ledger.own_labels if not is_of_earlier(label))
+    if (ledger.own_steps or released) and not is_own:
+        made = f"made {ledger.own_steps} private steps after the first {begun_at}"
+        made = made if ledger.own_steps else f"released {', '.join(released)}, and made no step"
         raise LedgerError(
-            f"this trainer has made {ledger.own_steps} private steps after the first {begun_at}, and the checkpoint is "
-            f"of {saved.ledger.steps} steps that another process made, or another trainer.",
-            why="neither ledger has the steps of the other, so epsilon would leave out some of them.",
+            f"this trainer has {made}, and the checkpoint is of {saved.ledger.steps} steps that another process made, "
+            "or another trainer.",
+            why="neither ledger has all that is in the other, so epsilon would leave out some of it.",
             fix="go on from a checkpoint that this trainer wrote or began with; or from that one in a new process, if "
             "nothing that this one made is kept or was seen.",
         )

@@ -274,3 +274,22 @@ def test_what_fails_where_the_uses_of_tables_are_looked_up_is_refused(tmp_path: 
     with pytest.raises(ConfigurationError, match=r"failed in the model.*RuntimeError: of another size"):
         trainer.train()
     assert trainer.ledger.steps == 0
+
+
+def test_failure_105_rows_that_were_chosen_are_not_dropped_for_a_checkpoint_of_another_trainer(tmp_path: Path) -> None:
+    """Interrupted before its first step, and resumed where another choice of another process is the latest."""
+
+    def made(steps: int) -> Any:
+        promise = {"seed": None, "accountant": "rdp"}
+        settings = {**FEST, "renew_every": 1}
+        return sparse(tmp_path, privacy=promise, sparse=settings, save_strategy="steps", save_steps=2, max_steps=steps)
+
+    made(2).train()
+    trainer, checkpoint = made(2), str(tmp_path / "checkpoint-2")
+    interrupted = mock.patch("hf_dp.training.run.private_gradient", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert [label for _, _, label in trainer.ledger.entries] == [LABEL]
+    with pytest.raises(LedgerError, match="has released embedding rows, and made no step"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    assert [label for _, _, label in trainer.ledger.entries] == [LABEL]
