@@ -16,40 +16,37 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_dp.per_example.axes import Axes, Place, in_order, is_along, is_indexed, is_mask
 from hf_dp.per_example.watched import METADATA, WatchedParameter, flatten, tensors_in
 
 _INDEXING = frozenset(("__getitem__", "index"))
 # Of these each number of the result is one of the first argument's, wherever that is chosen by the others.
-_CHOOSING = _INDEXING | {
-    "index_select",
-    "gather",
-    "take_along_dim",
-    "narrow",
-    "narrow_copy",
-    "slice",
-    "split",
-    "chunk",
-    "vsplit",
-}
+_CHOOSING = _INDEXING.union(
+    ("index_select", "gather", "take_along_dim", "narrow", "narrow_copy", "slice", "roll", "flip"),
+    ("split", "chunk", "vsplit", "hsplit", "dsplit"),
+)
 _INDEXED_WRITES = frozenset(("__setitem__", "index_put", "index_put_"))
 _JOINING = frozenset(("cat", "concat", "concatenate", "vstack", "row_stack"))
 _VIEWING = frozenset(("view", "reshape", "unflatten", "view_as", "reshape_as"))
 # How the first argument is called, where it is given by name.
 _FIRST = ("input", "self", "tensor", "tensors", "sequences")
-# Where the arguments of what picks along one axis have that axis, and which it is where they leave it out; () of what
-# knows no axis.
-_PICKING: dict[str, tuple[int, int | None] | tuple[()]] = {
+# Where what picks along one axis has it.
+_PICKING: dict[str, Place] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), (1, 0)),
     **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk", "unsafe_chunk", "unsafe_split"), (2, 0)),
     **dict.fromkeys(("narrow", "narrow_copy", "index_select", "gather", "unfold", "slice"), (1, 0)),
     "sort": (1, -1),
     "topk": (2, -1),
     "take_along_dim": (2, None),
+    "hsplit": (9, 1),
+    "dsplit": (9, 2),
     **dict.fromkeys(("vstack", "row_stack", "vsplit"), ()),
     **dict.fromkeys(("masked_select", "take", "msort", "unique", "unique_consecutive", "as_strided"), ()),
 }
+# The same of what turns rows round, which matters where these are the examples' alone.
+_TURNING: dict[str, Place] = {"roll": (2, None), "flip": (1, None), "flipud": (), "fliplr": (9, 1)}
 # The same of what writes rows into others.
-_WRITING: dict[str, tuple[int, int | None] | tuple[()]] = {
+_WRITING: dict[str, Place] = {
     **dict.fromkeys(("index_add", "index_copy", "index_fill", "index_reduce", "slice_scatter"), (1, 0)),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "select_scatter"), (1, 0)),
     **dict.fromkeys(("masked_scatter", "put"), ()),
@@ -82,6 +79,7 @@ class Picked(TorchFunctionMode):
         # Of what the operation at hand was given, for what is computed on the way to its result.
         self._within: tuple[str | None, bool | None] = None, None
         self._batch_size, self._images = batch_size, images
+        self.axes = Axes(batch_size)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -117,6 +115,7 @@ class Picked(TorchFunctionMode):
         """Notes what becomes of data, from what was known of what was `given`."""
         made = tensors_in(output)
         self._data.update((one, None) for one in made)
+        self.axes.follow([a for a in given if a.dim() and self.is_data(a)], made)
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
         rows = [one for one in made if one.dtype != torch.bool]
         name = str(getattr(func, "__name__", "")).partition(".")[0]
@@ -128,26 +127,40 @@ class Picked(TorchFunctionMode):
         is_written = name in _INDEXED_WRITES or name.removesuffix("_") in _WRITING
         changed = given[:1] if is_written else rows
         picks = bool(changed) and self._picks(name, args, kwargs)
-        if picks or any(a in self._indexed for a in given):
+        axis = self._axis(name, args, kwargs) if changed else 0
+        picks_other = axis > 0 and self._picks(name, args, kwargs, axis)
+        # As many are left there, and what is no data moves none of them.
+        picks_other &= not is_written or any(a.is_floating_point() and self.is_data(a) for a in given[1:])
+        if axis and name in _JOINING and not picks_other:
+            self.axes.note(made[0], axis)
+        if picks or picks_other or any(a in self._indexed for a in given):
             self._indexed.update((one, None) for one in (*rows, *changed))
-        if picks:
+        if picks and not axis:
             self._note_owners(name, func, args, kwargs, output)
+        if picks:
             if any(one.dim() and len(one) != self._batch_size for one in changed):
                 is_even = not is_written and self._is_even(name, args, kwargs)
                 self._are_even.update((one, is_even) for one in rows if not is_written)
                 # Of a mask's as many of each now need not be as many of each later.
-                if not is_even or any(map(_is_mask, flatten(args[1:]))):
+                if not is_even or any(map(is_mask, flatten(args[1:]))):
                     by = by or name.strip("_")
                     rows = rows if not is_written else [*rows, *changed]
+            elif axis:  # which the other ones of the examples may leave as it is
+                if not picks_other and any(self.axes.of(one) != axis for one in rows):
+                    known = [self._along(axis, name, func, args, kwargs, output) is True, *known]
             elif not is_written and name not in _JOINING:
                 # From what the numbers follow by which they were picked makes no difference to which they are.
                 is_one = self._is_one_of_each(name, func, args, kwargs)
                 known = [self._one_of_each.get(given[0], True) and is_one]
             elif name in _JOINING and all(one in self._owners for one in given):
-                joined = torch.cat([self._owners[one] for one in given])
-                known = [torch.equal(joined, torch.arange(self._batch_size, device=joined.device))]
+                known = [self._is_joined(given)]
         elif name in _VIEWING and (is_even := self._are_even.get(given[0])) is not None:
             known += [is_even] * (len(made) == 1 and made[0].shape[:1] == (self._batch_size,))
+        if picks_other:
+            is_whole = self._along(axis, name, func, args, kwargs, output)
+            by = by or (name.strip("_") if is_whole is None else None)
+            known = known if is_whole is None else [self._one_of_each.get(given[0], True) and is_whole]
+            self._one_of_each.update((one, False) for one in changed if is_written)
         if by is not None:
             self._picked.update((one, by) for one in rows)
         if known:
@@ -172,27 +185,75 @@ class Picked(TorchFunctionMode):
         """Whether it was computed from rows that were picked, be they as many of each."""
         return tensor in self._indexed
 
-    def has_one_of_each(self, tensor: Tensor) -> bool | None:
-        """Of B rows, or (B, k), that follow from picked ones, whether row i was example i's; None of anything else."""
+    def has_one_of_each(self, tensor: Tensor, axis: int = 0) -> bool | None:
+        """Of B rows, or (B, k), that follow from picked ones, whether row i was example i's; None of anything else.
+
+        Its examples are known to lie along `axis`, if that is given.
+        """
+        if axis:
+            self.axes.note(tensor, axis)
         found: bool | None = self._one_of_each.get(tensor, None if tensor in self._data else self._within[1])
         return found
 
-    def _note_owners(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _note_owners(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, axis: int = 0
+    ) -> None:
         """Whose the rows are that are picked of B."""
         source = args[0] if args else None
-        if name not in _CHOOSING or not isinstance(source, Tensor) or len(source) != self._batch_size:
+        if name not in _CHOOSING or not isinstance(source, Tensor) or source.shape[axis] != self._batch_size:
             return
-        owners = torch.arange(self._batch_size, device=source.device)
-        shape = [-1, *[1] * (source.dim() - 1)]
-        picked = flatten(func(owners.view(shape).expand(source.shape), *args[1:], **kwargs))
+        picked = flatten(func(self._numbers(source, axis), *args[1:], **kwargs))
         for one, own in zip(tensors_in(output), picked, strict=True):
-            if one.dim() and one.numel():
-                self._owners[one] = own.reshape(len(own), -1)[:, 0]
-            elif one.dim():
-                self._owners[one] = owners[:0]
+            if one.dim() > axis:
+                numbers = own.movedim(axis, 0)
+                self._owners[one] = axis, numbers.reshape(len(numbers), -1)[:, 0] if own.numel() else own.flatten()
 
-    def _picks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an operation picks rows of data, or writes some."""
+    def _numbers(self, source: Tensor, axis: int) -> Tensor:
+        """Whose each number of `source` is, where as many of each lie in order along an axis."""
+        size = self._batch_size
+        numbers = torch.arange(size, device=source.device).repeat_interleave(source.shape[axis] // size)
+        return numbers.view(-1, *[1] * (source.dim() - axis - 1)).expand(source.shape)
+
+    def _is_joined(self, pieces: list[Tensor]) -> bool:
+        """Whether pieces, whose they are known, are one of each example, in order."""
+        owners = torch.cat([self._owners[one][1] for one in pieces])
+        return torch.equal(owners, torch.arange(self._batch_size, device=owners.device))
+
+    def _axis(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Where the examples lie in what an operation picks of."""
+        tensors = tensors_in(*args, *map(kwargs.get, _FIRST))
+        if not tensors or tensors[0].dim() == 0 or isinstance(tensors[0], WatchedParameter):
+            return 0
+        if name in _JOINING:
+            return max(self._owners[one][0] if one in self._owners else self.axes.of(one) for one in tensors)
+        return self.axes.of(tensors[0])
+
+    def _along(
+        self, axis: int, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> bool | None:
+        """Whether what is picked along another axis than the first is one of each example, in order; None of pieces."""
+        made = tensors_in(output)
+        if name in _JOINING:
+            pieces = tensors_in(*args, *map(kwargs.get, _FIRST))
+            is_known = all(one in self._owners and self._owners[one][0] == axis for one in pieces)
+            if not is_known:
+                return None
+            self.axes.note(made[0], axis)
+            return self._is_joined(pieces)
+        source = args[0] if args else None
+        if name not in _CHOOSING or not isinstance(source, Tensor) or source.shape[axis] != self._batch_size:
+            return False
+        found = flatten(func(self._numbers(source, axis), *args[1:], **kwargs))
+        if len(found) > 1 or (found[0].dim() == source.dim() and found[0].shape[axis] < self._batch_size):
+            self._note_owners(name, func, args, kwargs, output, axis)
+            return None
+        place = in_order(found[0], self._batch_size)
+        if place is not None:
+            self.axes.note(made[0], place)
+        return place is not None
+
+    def _picks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int = 0) -> bool:
+        """Whether an operation picks rows of data along an axis, or writes some."""
         tensors = tensors_in(*args, *map(kwargs.get, _FIRST))
         if not tensors or tensors[0].dim() == 0 or isinstance(tensors[0], WatchedParameter):
             return False
@@ -203,15 +264,19 @@ class Picked(TorchFunctionMode):
         if name in _INDEXING | _INDEXED_WRITES:
             index = args[1] if name.startswith("__") else tuple(slice(None) if i is None else i for i in args[1])
             # What looks up rows of a table has as many as it was given numbers of rows.
-            is_lookup = name in _INDEXING and not self.is_data(source) and not any(map(_is_mask, flatten(index)))
-            return not is_lookup and _is_along_first(source, index)
+            is_lookup = name in _INDEXING and not self.is_data(source) and not any(map(is_mask, flatten(index)))
+            return not is_lookup and is_indexed(source, index, axis)
         if name == "repeat_interleave":
-            return any(isinstance(a, Tensor) and a.numel() > 1 for a in (*args[1:], *kwargs.values()))
+            is_uneven = any(isinstance(a, Tensor) and a.numel() > 1 for a in (*args[1:], *kwargs.values()))
+            return is_uneven and (not axis or is_along((2, None), args, kwargs, source, axis))
         if (place := _WRITING.get(name.removesuffix("_"))) is not None:
-            return _is_first(place, args, kwargs, source)
+            return is_along(place, args, kwargs, source, axis)
+        if name in _TURNING and axis == self.axes.of(source):
+            args = (source, args[1:]) if name == "flip" and len(args) > 2 else args
+            return self.is_data(source) and is_along(_TURNING[name], args, kwargs, source, axis)
         place = _PICKING.get(name)
         is_of_data = place is not None and any(map(self.is_data, tensors if name in _JOINING else [source]))
-        return place is not None and is_of_data and _is_first(place, args, kwargs, source)
+        return place is not None and is_of_data and is_along(place, args, kwargs, source, axis)
 
     def _is_one_of_each(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the B rows that an operation picks of B k are one of each example, in order."""
@@ -225,10 +290,7 @@ class Picked(TorchFunctionMode):
         first = torch.arange(size, device=source.device)[:, None]
         # Of sequences (T, B, ...) the examples are second.
         for axis in [0] * (len(source) % size == 0) + [1] * (source.shape[1:2] == (size,)):
-            shape = [1] * source.dim()
-            shape[axis] = -1
-            owners = first.squeeze(1).repeat_interleave(source.shape[axis] // size).view(shape).expand(source.shape)
-            found = flatten(func(owners, *args[1:], **kwargs))
+            found = flatten(func(self._numbers(source, axis), *args[1:], **kwargs))
             if all(bool((one.reshape(size, -1) == first).all()) for one in found):
                 return True
         return False
@@ -241,37 +303,9 @@ class Picked(TorchFunctionMode):
         parts = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else args[-1:]
         if name not in ("__getitem__", "index_select") or not all(isinstance(part, Tensor) for part in parts):
             return False
-        axes = sum(part.dim() if _is_mask(part) else 1 for part in parts)
+        axes = sum(part.dim() if is_mask(part) else 1 for part in parts)
         owners = torch.arange(size, device=source.device).repeat_interleave(len(source) // size)
         found = owners.view(-1, *[1] * (axes - 1)).expand(source.shape[:axes])[tuple(parts)].reshape(-1)
         return len(found) % size == 0 and torch.equal(
             found, owners[:: len(source) // size].repeat_interleave(len(found) // size)
         )
-
-
-def _is_first(place: tuple[int, int | None] | tuple[()], args: tuple[Any, ...], kwargs: Any, source: Tensor) -> bool:
-    """Whether an operation works along the first axis."""
-    if not place:
-        return True
-    position, default = place
-    found = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else default))
-    return not isinstance(found, int) or found % source.dim() == 0
-
-
-def _is_along_first(source: Tensor, index: Any) -> bool:
-    """Whether an index picks some rows of the first axis, other than a single one."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if parts and parts[0] is Ellipsis:
-        parts = parts[1:]
-        taken = sum(part.dim() if _is_mask(part) else part is not None for part in parts)
-        if taken < source.dim():
-            return False
-    first = next((part for part in parts if part is not None), slice(None))
-    if isinstance(first, slice):
-        return first.indices(len(source)) != (0, len(source), 1)
-    is_number = isinstance(first, Tensor) and first.dim() == 0 and not _is_mask(first)
-    return isinstance(first, bool) or not (is_number or isinstance(first, int))
-
-
-def _is_mask(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)

@@ -174,6 +174,7 @@ class Reader:
         if known == MIXED or (known == SECOND and not may_be_second):
             self._unreadable(rule.name, given, parameters, _SECOND)
         if known == SECOND or (known is None and not found and may_be_second):
+            self._check_picked(rule.name, given, parameters, axis=1)
             return SECOND
         if known != "constant" and (found == "folded" or (found == "batch" and known == "folded")):
             self.check_folded(rule.name, given, parameters)
@@ -230,8 +231,8 @@ class Reader:
     def check_folded(self, operation: str, given: Tensor, parameters: list[str]) -> None:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
+        self._check_picked(operation, given, parameters)
         if _is_plainly_folded(given, self.batch_size):
-            self._check_picked(operation, given, parameters)
             self.counts.add_plain(each, given.shape[1:-1])
         elif given.numel() and self.batch_size > 1:
             what = f"operation {operation} on an input of shape {tuple(given.shape)}"
@@ -243,9 +244,9 @@ class Reader:
                 self._unreadable(operation, given, parameters, _PACKED)
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
 
-    def _check_picked(self, operation: str, given: Tensor, parameters: list[str]) -> None:
+    def _check_picked(self, operation: str, given: Tensor, parameters: list[str], axis: int = 0) -> None:
         """Refuses as many rows as examples that were picked, and are not one of each in order."""
-        found = None if self._picked is None or self.batch_size == 1 else self._picked.has_one_of_each(given)
+        found = None if self._picked is None or self.batch_size == 1 else self._picked.has_one_of_each(given, axis)
         if found is False:
             self._unreadable(
                 operation, given, parameters, "its rows were picked, and are not one of each, in order, of"
@@ -258,14 +259,11 @@ class Reader:
 
         What a checkpoint computes again was looked at in its forward pass.
         """
-        if self._picked is None and self._has_looked:
+        if (self._picked is None and self._has_looked) or (self._picked is not None and by is None):
             return
-        if self._picked is None:
-            reason = "no such rows, which are no plain view, were there when it was checked, of"
-        elif by is not None:
+        reason = "no such rows, which are no plain view, were there when it was checked, of"
+        if by is not None:
             reason = f"{by}() picked rows before, maybe more of some than of others of"
-        else:
-            return
         raise refusal(parameters, what, f"it may be packed: {reason} {self.batch_size} examples", self._way or _WHOLE)
 
     def _unreadable(self, operation: str, given: Tensor, parameters: list[str], reason: str) -> NoReturn:

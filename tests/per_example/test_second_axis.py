@@ -97,3 +97,111 @@ def test_examples_that_mix_along_the_second_axis_are_refused() -> None:
 
     with pytest.raises(HfDpError, match="neighbours|other"):
         preflight(Small(mixed, one=nn.Linear(4, 4), two=nn.Linear(4, 4)), square, batch(3, 5, 4))
+
+
+class Ordered(nn.Module):
+    """Tokens (B, T), whose examples `pick` puts in another order where they lie second, and `back` puts back."""
+
+    def __init__(self, pick: Any, back: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.pick, self.back, self.inner = pick, back, nn.Linear(6, 6)
+        self.table, self.lstm, self.out = nn.Embedding(9, 6), nn.LSTM(6, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, ids: Tensor, kind: Tensor) -> Tensor:
+        h, order = self.table(ids), kind.argsort(stable=True)
+        made = self.back(self.pick(self, h, order), order.argsort())
+        return self.out((h + made).mean(1))
+
+
+def _of_kinds(*kinds: int, length: int = 5) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(len(kinds))
+    ids = torch.randint(0, 9, (len(kinds), length), generator=generator)
+    return {"ids": ids, "kind": torch.tensor(kinds), "labels": torch.arange(len(kinds)) % 3}
+
+
+def _losses(model: Any, data: Any) -> Tensor:
+    return F.cross_entropy(model(data["ids"], data["kind"]), data["labels"], reduction="none")
+
+
+def _gathered(h: Tensor, order: Tensor) -> Tensor:
+    return h.gather(1, order[None, :, None].expand(len(h), -1, h.shape[2]))
+
+
+def _in_pieces(h: Tensor, order: Tensor) -> Tensor:
+    return torch.cat([h[:, i : i + 1] for i in order.tolist()], 1)
+
+
+_ORDERED: dict[str, Any] = {
+    "indexed": lambda m, h, order: m.inner(h.transpose(0, 1)[:, order]).cos(),
+    "selected": lambda m, h, order: m.inner(h.permute(1, 0, 2).index_select(1, order)).cos(),
+    "gathered": lambda m, h, order: m.inner(_gathered(h.movedim(0, 1), order)).cos(),
+    "along": lambda m, h, order: m.inner(h.swapaxes(0, 1).take_along_dim(order[None, :, None], 1)).cos(),
+    "in pieces": lambda m, h, order: m.inner(_in_pieces(h.transpose(0, 1), order)).cos(),
+    "split": lambda m, h, order: m.inner(torch.cat([h.transpose(0, 1).split(1, 1)[i] for i in order], 1)).cos(),
+    "rolled": lambda m, h, order: m.inner(h.transpose(0, 1).roll(int(order[0]), 1)).cos(),
+    "by an equation": lambda m, h, order: m.inner(torch.einsum("btd->tbd", h)[:, order]).cos(),
+    "before a recurrent layer": lambda m, h, order: m.lstm(h.transpose(0, 1)[:, order])[0],
+    "last": lambda m, h, order: m.inner(h.permute(1, 2, 0)[..., order].permute(0, 2, 1)).cos(),
+    "first after one of one": lambda m, h, order: m.inner(h[None][:, order].squeeze(0)).cos().transpose(0, 1),
+}
+
+
+def _back(made: Tensor, order: Tensor) -> Tensor:
+    return made.transpose(0, 1)[order]
+
+
+@pytest.mark.parametrize("pick", _ORDERED.values(), ids=_ORDERED)
+def test_failure_111_examples_picked_along_another_axis_are_held_to_be_one_of_each(pick: Any) -> None:
+    """Also of as many positions as examples, or a multiple."""
+    model = Ordered(
+        pick, lambda made, order: made.transpose(0, 1) if pick is _ORDERED["rolled"] else _back(made, order)
+    )
+    certificate = preflight(model, _losses, _of_kinds(0, 0, 0))
+    for data in (_of_kinds(*[0] * 5), _of_kinds(*[1] * 5, length=10), _of_kinds(0, 1, 2)):
+        found = record(model, _losses, data, certificate=certificate)
+        assert relative_error(found, loop(model, _losses, data)) <= 1e-12
+    for data in (_of_kinds(1, 0, 2, 0, 0), _of_kinds(1, 2, 0, 0, 1, length=10), _of_kinds(2, 0, length=3)):
+        with pytest.raises(UnsupportedModelError, match="its rows were picked, and are not one of each"):
+            record(model, _losses, data, certificate=certificate)
+
+
+def test_failure_111_examples_that_are_written_elsewhere_are_refused() -> None:
+    """But not what is no data."""
+
+    def written(m: Any, h: Tensor, order: Tensor) -> Tensor:
+        h = h.transpose(0, 1)
+        return m.inner(torch.zeros_like(h).index_copy(1, order, h)).cos()  # type: ignore[no-any-return]
+
+    def filled(m: Any, h: Tensor, order: Tensor) -> Tensor:
+        return m.inner(h.transpose(0, 1).index_fill(1, (order < 0).nonzero()[:, 0], 1.0)).cos()  # type: ignore[no-any-return]
+
+    with pytest.raises(UnsupportedModelError, match="its rows were picked, and are not one of each"):
+        preflight(Ordered(written, _back), _losses, _of_kinds(0, 0, 0))
+    preflight(Ordered(filled, lambda made, order: made.transpose(0, 1)), _losses, _of_kinds(0, 0, 0))
+
+
+_OF_TIME: dict[str, Any] = {
+    "backwards": lambda m, h: m.inner(m.inner(h.flip(0)).cos().flip(0)),
+    "by numbers": lambda m, h: m.inner(m.inner(h)[torch.arange(len(h)).flip(0)].cos()),
+    "shifted": lambda m, h: m.inner(torch.cat([h.new_zeros(1, *h.shape[1:]), h[:-1]])),
+    "in halves": lambda m, h: m.inner(torch.cat(h.chunk(2)[::-1])),
+    "sorted": lambda m, h: m.inner(h.sort(0).values),
+    "heads": lambda m, h: m.inner(h.reshape(len(h), -1, 3).transpose(0, 1).cos().transpose(0, 1).reshape(h.shape)),
+    "without an order": lambda m, h: m.inner(h[:, torch.arange(h.shape[1])]),
+}
+
+
+@pytest.mark.parametrize("function", _OF_TIME.values(), ids=_OF_TIME)
+def test_what_is_done_to_positions_that_come_first_leaves_examples_as_they_are(function: Any) -> None:
+    """Where rows are followed, since some were picked; of as many positions as examples too."""
+
+    def pick(m: Any, h: Tensor, order: Tensor) -> Any:
+        return function(m, h[torch.arange(len(h))].transpose(0, 1))
+
+    model = Ordered(pick, lambda made, order: made.transpose(0, 1))
+    certificate = preflight(model, _losses, _of_kinds(0, 0, 0))
+    for data in (_of_kinds(*range(5)), _of_kinds(*range(5), length=10), _of_kinds(0, 1)):
+        found = record(model, _losses, data, certificate=certificate)
+        assert relative_error(found, loop(model, _losses, data)) <= 1e-12

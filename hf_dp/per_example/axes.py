@@ -1,0 +1,106 @@
+"""Which axis of a tensor leads through the examples, where a model has put it elsewhere: time first, say.
+
+Followed by what tensors are, and not by names of operations: of a view the axis has the same size and the same stride,
+and of anything else it is where it was, if all axes before it are as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Where the arguments of what works along one axis have that axis, and which it is where they leave it out; () of what
+# knows no axis.
+Place = tuple[int, int | None] | tuple[()]
+
+
+class Axes:
+    """Of the data of one forward pass, the axis of the examples if it is not the first."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._axes: Any = WeakIdKeyDictionary()
+
+    def of(self, tensor: Tensor) -> int:
+        """The second where nothing is known, and sizes leave no other."""
+        size = self._batch_size
+        is_second = tensor.dim() > 1 and bool(len(tensor) % size) and tensor.shape[1] == size
+        return int(self._axes.get(tensor, int(is_second)))
+
+    def note(self, tensor: Tensor, axis: int) -> None:
+        """Takes note that the examples lie there."""
+        self._axes[tensor] = axis
+
+    def follow(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> None:
+        """Notes of what an operation `made` where the axis is that it had in data which was `given`."""
+        known = [(one, axis) for one in given if one.shape[axis := self.of(one)] == self._batch_size]
+        for one in made:
+            found = [k for source, axis in known if (k := self._after(source, axis, one)) is not None]
+            if any(found):
+                self._axes[one] = max(found)
+
+    def _after(self, source: Tensor, axis: int, made: Tensor) -> int | None:
+        if made._base is not None and (made._base is source or made._base is source._base):
+            strides = zip(made.shape, made.stride(), strict=True)
+            places = [k for k, each in enumerate(strides) if each == (self._batch_size, source.stride(axis))]
+            return places[0] if len(places) == 1 else None
+        is_same = made.shape[: axis + 1] == source.shape[: axis + 1]
+        # With fewer axes another one may have come there.
+        is_clear = made.dim() == source.dim() or list(made.shape).count(self._batch_size) == 1
+        return axis if is_same and is_clear else None
+
+
+def in_order(owners: Tensor, batch_size: int) -> int | None:
+    """The axis along which these numbers of examples are one of each, in order."""
+    for axis in (k for k, n in enumerate(owners.shape) if n == batch_size):
+        expected = torch.arange(batch_size, device=owners.device).view(-1, *[1] * (owners.dim() - axis - 1))
+        if bool((owners == expected).all()):
+            return axis
+    return None
+
+
+def is_along(place: Place, args: Sequence[Any], kwargs: Any, source: Tensor, axis: int = 0) -> bool:
+    """Whether an operation works along an axis, among others maybe."""
+    if not place:
+        return True
+    position, default = place
+    found = next((kwargs[n] for n in ("dim", "axis", "dims") if n in kwargs), None)
+    if found is None:
+        found = args[position] if len(args) > position else default
+    several = found if isinstance(found, (tuple, list)) else [found]
+    return any(not isinstance(one, int) or one % source.dim() == axis for one in several)
+
+
+def is_indexed(source: Tensor, index: Any, axis: int = 0) -> bool:
+    """Whether an index picks some rows along an axis, other than a single one."""
+    parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not None]
+    if any(isinstance(part, bool) or (is_mask(part) and not part.dim()) for part in parts):
+        return True
+    if any(part is Ellipsis for part in parts):
+        at = next(k for k, part in enumerate(parts) if part is Ellipsis)
+        left = source.dim() - sum(map(_axes_of, parts[:at] + parts[at + 1 :]))
+        parts[at : at + 1] = [slice(None)] * left
+    before, part = 0, slice(None)
+    for part in parts:
+        if before + _axes_of(part) > axis:
+            break
+        before += _axes_of(part)
+    else:
+        return False
+    if isinstance(part, slice):
+        return part.indices(source.shape[axis]) != (0, source.shape[axis], 1)
+    is_number = isinstance(part, Tensor) and part.dim() == 0 and not is_mask(part)
+    return not (is_number or isinstance(part, int))
+
+
+def _axes_of(part: Any) -> int:
+    return part.dim() if is_mask(part) else 1
+
+
+def is_mask(part: Any) -> bool:
+    """Whether an index is one of yes and no."""
+    return isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)
