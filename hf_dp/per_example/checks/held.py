@@ -144,11 +144,15 @@ def put(owner: Any, name: Any, value: Any) -> None:
     elif isinstance(owner, types.FunctionType):
         found = (where for label, where, _ in placed(owner) if label == name)
         where = next(found, {} if "." in name else owner.__globals__)
-        if isinstance(where, types.CellType):
-            where.cell_contents = None if value is NOTHING else value
+        if isinstance(where, types.CellType) and value is NOTHING:
+            with suppress(ValueError):  # it is empty
+                del where.cell_contents
+        elif isinstance(where, types.CellType):
+            where.cell_contents = value
         elif isinstance(where, int):
             defaults = owner.__defaults__ or ()
-            owner.__defaults__ = (*defaults[:where], value, *defaults[where + 1 :])
+            own = () if value is NOTHING else (value,)
+            owner.__defaults__ = (*defaults[:where], *own, *defaults[where + 1 :])
         else:
             put(where, name.rpartition(".")[2], value)
     elif isinstance(owner, functools.partial):

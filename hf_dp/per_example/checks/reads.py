@@ -19,7 +19,7 @@ from hf_dp.per_example.checks.held import entries, is_holder, is_value
 from hf_dp.per_example.checks.memory import told_of, write_of
 from hf_dp.per_example.checks.named import is_own
 from hf_dp.per_example.checks.switches import is_on, switches_of
-from hf_dp.per_example.checks.values import NOTHING, OF_MODULES, SERIES, copied_within, same
+from hf_dp.per_example.checks.values import BIG, NOTHING, OF_MODULES, SERIES, copied_within, same
 
 # Of a run of hf_dp, which is no object of a user's.
 _STEP = "global_step"
@@ -77,8 +77,15 @@ class Reads:
         )
 
 
-def _within(value: Any, depth: int = 0) -> list[Any]:
+def _within(value: Any) -> list[Any]:
     """What holds settings, and how far a training is."""
+    try:
+        return _parts(value)
+    except Exception:  # noqa: BLE001 - of another's code: a proxy of nothing raises whatever is asked of it
+        return []
+
+
+def _parts(value: Any, depth: int = 0) -> list[Any]:
     if isinstance(value, Optimizer):
         return list(value.param_groups)
     if isinstance(value, (staticmethod, classmethod)):
@@ -89,7 +96,7 @@ def _within(value: Any, depth: int = 0) -> list[Any]:
         value = value.__wrapped__
     if isinstance(value, SERIES):
         items = islice(value, _ITEMS if depth < _DEPTH else 0)
-        return [one for item in items for one in _within(item, depth + 1)]
+        return [one for item in items for one in _parts(item, depth + 1)]
     if isinstance(value, type):
         return _classes(value)
     if type(value).__module__.startswith("hf_dp"):
@@ -212,12 +219,15 @@ def _writes(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, depth: int = 0) -> Any:
     if isinstance(value, types.MappingProxyType):
-        return types.MappingProxyType(_copied(dict(value)))
+        return types.MappingProxyType(_copied(dict(value), depth))
     if isinstance(value, dict):
-        return {name: _copied(item) for name, item in value.items()} if len(value) < 64 else value
-    return copied_within(value) if is_value(value) else value
+        is_small = len(value) < _ITEMS and depth < _DEPTH  # it may hold itself
+        return {name: _copied(item, depth + 1) for name, item in value.items()} if is_small else value
+    copy = copied_within(value) if is_value(value) else value
+    # What is too large to be copied is at least known by which it is.
+    return value if copy is BIG else copy
 
 
 def _is_same(now: Any, before: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 import torch
 from torch import nn
 
@@ -63,3 +64,22 @@ def test_buffers_of_modules_beside_the_model_are_put_back() -> None:
         teacher(torch.full((3, 2), torch.nan))
     assert teacher.running_mean is not None
     assert teacher.running_mean.isfinite().all()
+
+
+def test_a_variable_that_a_pass_fills_and_a_default_that_it_adds_are_gone_again() -> None:
+    def made() -> Any:
+        def loss(batch: Any, scale: float = 1.0) -> Any:
+            nonlocal largest
+            largest = batch * scale
+            loss.__defaults__ = (batch, scale)
+
+        if loss.__defaults__ is None:
+            largest = 0
+        return loss
+
+    loss = made()
+    with Held([("loss", loss)]).put_back():
+        loss(3)
+    assert loss.__defaults__ == (1.0,)
+    with pytest.raises(ValueError, match="empty"):
+        dict(zip(loss.__code__.co_freevars, loss.__closure__, strict=True))["largest"].cell_contents  # noqa: B018

@@ -258,3 +258,43 @@ def test_classes_are_as_before_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), reads_of({"": TOLD}):
         raise ZeroDivisionError
     assert "__getattribute__" not in vars(Told)
+
+
+def _in_itself(kind: Any) -> Any:
+    made = kind()
+    made.update(me=made) if kind is dict else made.append(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "large",
+    [[*range(20_000)], [[[[[[0.0]]]]]], _in_itself(list), _in_itself(dict)],
+    ids=["long", "deep", "list", "dict"],
+)
+def test_what_is_too_large_to_be_copied_is_no_change_until_it_is_another(large: Any) -> None:
+    """A vocabulary, say: all was checked again before each step."""
+    model = Held()
+    model.words = large
+    model.extra = lambda x: x * (1.0 if model.words else 0.0)  # type: ignore[method-assign]
+    known = as_read(model)
+    assert known.changed() is None
+    known.note()
+    assert known.changed() is None
+    model.words = [1]
+    assert known.changed() == "words"
+
+
+class Nothing:
+    """A proxy of what is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("working outside of a context")
+
+
+def test_proxies_of_nothing_and_tensors_without_numbers_are_no_obstacle() -> None:
+    model = Held()
+    model.of_nothing, model.on_meta = Nothing(), [torch.zeros(2, device="meta")]
+    known = as_read(model)
+    assert known.changed() is None
+    model.scale = 5.0
+    assert known.changed() == "scale"
