@@ -37,7 +37,10 @@ class Axes:
 
     def follow(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> None:
         """Notes of what an operation `made` where the axis is that it had in data which was `given`."""
-        known = [(one, axis) for one in given if one.shape[axis := self.of(one)] == self._batch_size]
+        size = self._batch_size
+        known = [(one, axis) for one in given if one.dim() and one.shape[axis := self.of(one)] == size]
+        if not any(axis for _, axis in known):
+            made = [one for one in made if one._base is not None]
         for one in made:
             found = [k for source, axis in known if (k := self._after(source, axis, one)) is not None]
             if any(found):
@@ -61,6 +64,28 @@ def in_order(owners: Tensor, batch_size: int) -> int | None:
         if bool((owners == expected).all()):
             return axis
     return None
+
+
+def numbers_of(source: Tensor, axis: int, batch_size: int) -> Tensor:
+    """Whose each number of `source` is, where as many of each lie in order along an axis."""
+    numbers = torch.arange(batch_size, device=source.device).repeat_interleave(source.shape[axis] // batch_size)
+    return numbers.view(-1, *[1] * (source.dim() - axis - 1)).expand(source.shape)
+
+
+def are_put_back(
+    function: Any, args: Sequence[Any], axis: int, batch_size: int, first: int, rows: Tensor | None
+) -> bool:
+    """Whether a function that writes its last argument into its first, along an axis, puts each row to its example's.
+
+    Args:
+        first: where the rows lie in what is written.
+        rows: whose they are; None of one of each, in order.
+    """
+    value, rows = args[-1], torch.arange(batch_size, device=args[-1].device) if rows is None else rows
+    numbers = rows.view(-1, *[1] * (value.dim() - first - 1)).expand(value.shape)
+    target = numbers_of(args[0], axis, batch_size).clone()
+    placed = function(target, *args[1:-1], numbers)
+    return in_order(target if placed is None else placed, batch_size) == axis
 
 
 def is_along(place: Place, args: Sequence[Any], kwargs: Any, source: Tensor, axis: int = 0) -> bool:

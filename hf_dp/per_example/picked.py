@@ -16,41 +16,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.axes import Axes, Place, in_order, is_along, is_indexed, is_mask
+from hf_dp.per_example.axes import Axes, are_put_back, in_order, is_along, is_indexed, is_mask, numbers_of
+from hf_dp.per_example.picking import (
+    CHOOSING,
+    FIRST,
+    INDEXED_WRITES,
+    INDEXING,
+    JOINING,
+    MAY_PICK,
+    PICKING,
+    TURNING,
+    VIEWING,
+    WRITING,
+)
 from hf_dp.per_example.watched import METADATA, WatchedParameter, flatten, tensors_in
 
-_INDEXING = frozenset(("__getitem__", "index"))
-# Of these each number of the result is one of the first argument's, wherever that is chosen by the others.
-_CHOOSING = _INDEXING.union(
-    ("index_select", "gather", "take_along_dim", "narrow", "narrow_copy", "slice", "roll", "flip"),
-    ("split", "chunk", "vsplit", "hsplit", "dsplit"),
-)
-_INDEXED_WRITES = frozenset(("__setitem__", "index_put", "index_put_"))
-_JOINING = frozenset(("cat", "concat", "concatenate", "vstack", "row_stack"))
-_VIEWING = frozenset(("view", "reshape", "unflatten", "view_as", "reshape_as"))
-# How the first argument is called, where it is given by name.
-_FIRST = ("input", "self", "tensor", "tensors", "sequences")
-# Where what picks along one axis has it.
-_PICKING: dict[str, Place] = {
-    **dict.fromkeys(("cat", "concat", "concatenate"), (1, 0)),
-    **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk", "unsafe_chunk", "unsafe_split"), (2, 0)),
-    **dict.fromkeys(("narrow", "narrow_copy", "index_select", "gather", "unfold", "slice"), (1, 0)),
-    "sort": (1, -1),
-    "topk": (2, -1),
-    "take_along_dim": (2, None),
-    "hsplit": (9, 1),
-    "dsplit": (9, 2),
-    **dict.fromkeys(("vstack", "row_stack", "vsplit"), ()),
-    **dict.fromkeys(("masked_select", "take", "msort", "unique", "unique_consecutive", "as_strided"), ()),
-}
-# The same of what turns rows round, which matters where these are the examples' alone.
-_TURNING: dict[str, Place] = {"roll": (2, None), "flip": (1, None), "flipud": (), "fliplr": (9, 1)}
-# The same of what writes rows into others.
-_WRITING: dict[str, Place] = {
-    **dict.fromkeys(("index_add", "index_copy", "index_fill", "index_reduce", "slice_scatter"), (1, 0)),
-    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "select_scatter"), (1, 0)),
-    **dict.fromkeys(("masked_scatter", "put"), ()),
-}
 _OF_NO_NUMBERS = METADATA - {Tensor.grad.__get__}  # type: ignore[union-attr]
 
 
@@ -98,8 +78,8 @@ class Picked(TorchFunctionMode):
         finally:
             self._within = before
         with torch._C.DisableTorchFunction():
-            if any(map(self.is_data, given)):
-                self._follow(func, args, kwargs, given, output, known, by)
+            if data := [one for one in given if self.is_data(one)]:
+                self._follow(func, args, kwargs, given, data, output, known, by)
         return output
 
     def _follow(
@@ -108,14 +88,15 @@ class Picked(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         given: list[Tensor],
+        data: list[Tensor],
         output: Any,
         known: list[bool],
         by: str | None,
     ) -> None:
-        """Notes what becomes of data, from what was known of what was `given`."""
+        """Notes what becomes of `data`, from what was known of all that was `given`."""
         made = tensors_in(output)
         self._data.update((one, None) for one in made)
-        self.axes.follow([a for a in given if a.dim() and self.is_data(a)], made)
+        self.axes.follow(data, made)
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
         rows = [one for one in made if one.dtype != torch.bool]
         name = str(getattr(func, "__name__", "")).partition(".")[0]
@@ -124,14 +105,14 @@ class Picked(TorchFunctionMode):
             # Rows that were computed from the batch, looked up as those of a table.
             index = given[given[0] is table]
             name, func, args, kwargs, given = "index_select", torch.index_select, (table, 0, index), {}, [table]
-        is_written = name in _INDEXED_WRITES or name.removesuffix("_") in _WRITING
-        changed = given[:1] if is_written else rows
+        is_written = name in INDEXED_WRITES or name.removesuffix("_") in WRITING
+        changed = given[:1] if is_written else rows if name in MAY_PICK else []
         picks = bool(changed) and self._picks(name, args, kwargs)
         axis = self._axis(name, args, kwargs) if changed else 0
         picks_other = axis > 0 and self._picks(name, args, kwargs, axis)
         # As many are left there, and what is no data moves none of them.
         picks_other &= not is_written or any(a.is_floating_point() and self.is_data(a) for a in given[1:])
-        if axis and name in _JOINING and not picks_other:
+        if axis and name in JOINING and not picks_other:
             self.axes.note(made[0], axis)
         if picks or picks_other or any(a in self._indexed for a in given):
             self._indexed.update((one, None) for one in (*rows, *changed))
@@ -148,19 +129,21 @@ class Picked(TorchFunctionMode):
             elif axis:  # which the other ones of the examples may leave as it is
                 if not picks_other and any(self.axes.of(one) != axis for one in rows):
                     known = [self._along(axis, name, func, args, kwargs, output) is True, *known]
-            elif not is_written and name not in _JOINING:
+            elif not is_written and name not in JOINING:
                 # From what the numbers follow by which they were picked makes no difference to which they are.
                 is_one = self._is_one_of_each(name, func, args, kwargs)
                 known = [self._one_of_each.get(given[0], True) and is_one]
-            elif name in _JOINING and all(one in self._owners for one in given):
+            elif name in JOINING and all(one in self._owners for one in given):
                 known = [self._is_joined(given)]
-        elif name in _VIEWING and (is_even := self._are_even.get(given[0])) is not None:
+        elif name in VIEWING and (is_even := self._are_even.get(given[0])) is not None:
             known += [is_even] * (len(made) == 1 and made[0].shape[:1] == (self._batch_size,))
         if picks_other:
-            is_whole = self._along(axis, name, func, args, kwargs, output)
-            by = by or (name.strip("_") if is_whole is None else None)
-            known = known if is_whole is None else [self._one_of_each.get(given[0], True) and is_whole]
-            self._one_of_each.update((one, False) for one in changed if is_written)
+            how = self._put if is_written else self._along
+            is_whole = how(axis, name, func, args, kwargs, output)
+            by = by or (name if is_whole is None and not is_written else None)
+            if is_whole is not None:
+                known = [self._one_of_each.get(given[0], True) and is_whole]
+                self._one_of_each.update((one, known[0]) for one in changed if is_written)
         if by is not None:
             self._picked.update((one, by) for one in rows)
         if known:
@@ -200,19 +183,13 @@ class Picked(TorchFunctionMode):
     ) -> None:
         """Whose the rows are that are picked of B."""
         source = args[0] if args else None
-        if name not in _CHOOSING or not isinstance(source, Tensor) or source.shape[axis] != self._batch_size:
+        if name not in CHOOSING or not isinstance(source, Tensor) or source.shape[axis] != self._batch_size:
             return
-        picked = flatten(func(self._numbers(source, axis), *args[1:], **kwargs))
+        picked = flatten(func(numbers_of(source, axis, self._batch_size), *args[1:], **kwargs))
         for one, own in zip(tensors_in(output), picked, strict=True):
             if one.dim() > axis:
                 numbers = own.movedim(axis, 0)
                 self._owners[one] = axis, numbers.reshape(len(numbers), -1)[:, 0] if own.numel() else own.flatten()
-
-    def _numbers(self, source: Tensor, axis: int) -> Tensor:
-        """Whose each number of `source` is, where as many of each lie in order along an axis."""
-        size = self._batch_size
-        numbers = torch.arange(size, device=source.device).repeat_interleave(source.shape[axis] // size)
-        return numbers.view(-1, *[1] * (source.dim() - axis - 1)).expand(source.shape)
 
     def _is_joined(self, pieces: list[Tensor]) -> bool:
         """Whether pieces, whose they are known, are one of each example, in order."""
@@ -221,61 +198,71 @@ class Picked(TorchFunctionMode):
 
     def _axis(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Where the examples lie in what an operation picks of."""
-        tensors = tensors_in(*args, *map(kwargs.get, _FIRST))
-        if not tensors or tensors[0].dim() == 0 or isinstance(tensors[0], WatchedParameter):
-            return 0
-        if name in _JOINING:
-            return max(self._owners[one][0] if one in self._owners else self.axes.of(one) for one in tensors)
-        return self.axes.of(tensors[0])
+        tensors = [one for one in tensors_in(*args, *map(kwargs.get, FIRST)) if one.dim()]
+        several = tensors if name in JOINING else tensors[:1]
+        return max((self._owners[one][0] if one in self._owners else self.axes.of(one) for one in several), default=0)
 
     def _along(
         self, axis: int, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> bool | None:
-        """Whether what is picked along another axis than the first is one of each example, in order; None of pieces."""
+        """Whether what is picked along another axis than the first is one of each example, in order; None of others."""
         made = tensors_in(output)
-        if name in _JOINING:
-            pieces = tensors_in(*args, *map(kwargs.get, _FIRST))
-            is_known = all(one in self._owners and self._owners[one][0] == axis for one in pieces)
-            if not is_known:
+        if name in JOINING:
+            pieces = tensors_in(*args, *map(kwargs.get, FIRST))
+            if not all(one in self._owners and self._owners[one][0] == axis for one in pieces):
                 return None
             self.axes.note(made[0], axis)
             return self._is_joined(pieces)
         source = args[0] if args else None
-        if name not in _CHOOSING or not isinstance(source, Tensor) or source.shape[axis] != self._batch_size:
+        if name not in CHOOSING or not isinstance(source, Tensor) or source.shape[axis] != self._batch_size:
             return False
-        found = flatten(func(self._numbers(source, axis), *args[1:], **kwargs))
+        found = flatten(func(numbers_of(source, axis, self._batch_size), *args[1:], **kwargs))
         if len(found) > 1 or (found[0].dim() == source.dim() and found[0].shape[axis] < self._batch_size):
             self._note_owners(name, func, args, kwargs, output, axis)
             return None
         place = in_order(found[0], self._batch_size)
         if place is not None:
             self.axes.note(made[0], place)
+        elif found[0].numel() and self._batch_size not in found[0].shape:
+            self._owners[made[0]] = 0, found[0].reshape(len(found[0]), -1)[:, 0]
+            return None
         return place is not None
+
+    def _put(self, axis: int, name: str, func: Any, args: tuple[Any, ...], kwargs: Any, output: Any) -> bool | None:
+        """Whether rows that are written along an axis come to their own examples; None where nobody knows whose."""
+        value, size = args[-1], self._batch_size
+        if kwargs or not isinstance(value, Tensor) or not value.dim() or args[0].shape[axis] != size:
+            return None
+        first, rows = self._owners.get(value, (self.axes.of(value), None))
+        if rows is None and value.shape[first] != size:
+            return None
+        is_own = are_put_back(func, args, axis, size, first, rows)
+        return is_own and self._one_of_each.get(value, True) is True
 
     def _picks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int = 0) -> bool:
         """Whether an operation picks rows of data along an axis, or writes some."""
-        tensors = tensors_in(*args, *map(kwargs.get, _FIRST))
+        tensors = tensors_in(*args, *map(kwargs.get, FIRST))
         if not tensors or tensors[0].dim() == 0 or isinstance(tensors[0], WatchedParameter):
             return False
         # What is joined may begin with nothing (an empty cache), which has one axis.
-        source = max(tensors, key=Tensor.dim) if name in _JOINING else tensors[0]
+        source = max(tensors, key=Tensor.dim) if name in JOINING else tensors[0]
         if self._images and source.dim() > 2 and len(source) == self._images and not source.requires_grad:
             return False
-        if name in _INDEXING | _INDEXED_WRITES:
+        if name in INDEXING | INDEXED_WRITES:
             index = args[1] if name.startswith("__") else tuple(slice(None) if i is None else i for i in args[1])
             # What looks up rows of a table has as many as it was given numbers of rows.
-            is_lookup = name in _INDEXING and not self.is_data(source) and not any(map(is_mask, flatten(index)))
+            is_lookup = name in INDEXING and not self.is_data(source) and not any(map(is_mask, flatten(index)))
             return not is_lookup and is_indexed(source, index, axis)
         if name == "repeat_interleave":
             is_uneven = any(isinstance(a, Tensor) and a.numel() > 1 for a in (*args[1:], *kwargs.values()))
             return is_uneven and (not axis or is_along((2, None), args, kwargs, source, axis))
-        if (place := _WRITING.get(name.removesuffix("_"))) is not None:
+        if (place := WRITING.get(name.removesuffix("_"))) is not None:
             return is_along(place, args, kwargs, source, axis)
-        if name in _TURNING and axis == self.axes.of(source):
+        if name in TURNING and axis == self.axes.of(source):
             args = (source, args[1:]) if name == "flip" and len(args) > 2 else args
-            return self.is_data(source) and is_along(_TURNING[name], args, kwargs, source, axis)
-        place = _PICKING.get(name)
-        is_of_data = place is not None and any(map(self.is_data, tensors if name in _JOINING else [source]))
+            return self.is_data(source) and is_along(TURNING[name], args, kwargs, source, axis)
+        place = PICKING.get(name)
+        is_of_data = place is not None and any(map(self.is_data, tensors if name in JOINING else [source]))
         return place is not None and is_of_data and is_along(place, args, kwargs, source, axis)
 
     def _is_one_of_each(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -283,14 +270,14 @@ class Picked(TorchFunctionMode):
         source, size = args[0] if args else None, self._batch_size
         if name == "as_strided":  # windows within rows, as its numbers say, which preflight has compared
             return isinstance(source, Tensor) and len(source) == size
-        if name not in _CHOOSING or not isinstance(source, Tensor):
+        if name not in CHOOSING or not isinstance(source, Tensor):
             return False
         if len(source) != size and source in self._picked:  # of which nobody knows whose they are
             return False
         first = torch.arange(size, device=source.device)[:, None]
         # Of sequences (T, B, ...) the examples are second.
         for axis in [0] * (len(source) % size == 0) + [1] * (source.shape[1:2] == (size,)):
-            found = flatten(func(self._numbers(source, axis), *args[1:], **kwargs))
+            found = flatten(func(numbers_of(source, axis, self._batch_size), *args[1:], **kwargs))
             if all(bool((one.reshape(size, -1) == first).all()) for one in found):
                 return True
         return False

@@ -140,6 +140,9 @@ _ORDERED: dict[str, Any] = {
     "along": lambda m, h, order: m.inner(h.swapaxes(0, 1).take_along_dim(order[None, :, None], 1)).cos(),
     "in pieces": lambda m, h, order: m.inner(_in_pieces(h.transpose(0, 1), order)).cos(),
     "split": lambda m, h, order: m.inner(torch.cat([h.transpose(0, 1).split(1, 1)[i] for i in order], 1)).cos(),
+    "written": lambda m, h, order: m.inner(
+        torch.zeros_like(h.transpose(0, 1)).index_copy(1, order, h.transpose(0, 1))
+    ).cos(),
     "rolled": lambda m, h, order: m.inner(h.transpose(0, 1).roll(int(order[0]), 1)).cos(),
     "by an equation": lambda m, h, order: m.inner(torch.einsum("btd->tbd", h)[:, order]).cos(),
     "before a recurrent layer": lambda m, h, order: m.lstm(h.transpose(0, 1)[:, order])[0],
@@ -153,7 +156,7 @@ def _back(made: Tensor, order: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pick", _ORDERED.values(), ids=_ORDERED)
-def test_failure_111_examples_picked_along_another_axis_are_held_to_be_one_of_each(pick: Any) -> None:
+def test_failure_107_examples_picked_along_another_axis_are_held_to_be_one_of_each(pick: Any) -> None:
     """Also of as many positions as examples, or a multiple."""
     model = Ordered(
         pick, lambda made, order: made.transpose(0, 1) if pick is _ORDERED["rolled"] else _back(made, order)
@@ -167,19 +170,29 @@ def test_failure_111_examples_picked_along_another_axis_are_held_to_be_one_of_ea
             record(model, _losses, data, certificate=certificate)
 
 
-def test_failure_111_examples_that_are_written_elsewhere_are_refused() -> None:
-    """But not what is no data."""
-
-    def written(m: Any, h: Tensor, order: Tensor) -> Tensor:
-        h = h.transpose(0, 1)
-        return m.inner(torch.zeros_like(h).index_copy(1, order, h)).cos()  # type: ignore[no-any-return]
-
+def test_what_is_no_data_may_be_written_into_examples() -> None:
     def filled(m: Any, h: Tensor, order: Tensor) -> Tensor:
         return m.inner(h.transpose(0, 1).index_fill(1, (order < 0).nonzero()[:, 0], 1.0)).cos()  # type: ignore[no-any-return]
 
-    with pytest.raises(UnsupportedModelError, match="its rows were picked, and are not one of each"):
-        preflight(Ordered(written, _back), _losses, _of_kinds(0, 0, 0))
     preflight(Ordered(filled, lambda made, order: made.transpose(0, 1)), _losses, _of_kinds(0, 0, 0))
+
+
+def test_positions_that_are_picked_of_some_examples_and_written_back_to_these() -> None:
+    """As Longformer does with global ones."""
+
+    def spread(m: Any, h: Tensor, order: Tensor) -> Any:
+        h = h.transpose(0, 1)
+        size = h.shape[1]
+        places = torch.arange(2).repeat_interleave(size), torch.arange(size).repeat(2)
+        few = torch.zeros_like(h[:2])
+        few[places] = h[places]
+        return m.inner(few).cos()
+
+    model = Ordered(spread, lambda made, order: made.transpose(0, 1).repeat(1, 3, 1)[:, :5])
+    certificate = preflight(model, _losses, _of_kinds(0, 0, 0))
+    for data in (_of_kinds(*range(5)), _of_kinds(*range(4)), _of_kinds(0, 1)):
+        found = record(model, _losses, data, certificate=certificate)
+        assert relative_error(found, loop(model, _losses, data)) <= 1e-12
 
 
 _OF_TIME: dict[str, Any] = {

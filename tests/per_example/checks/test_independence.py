@@ -60,7 +60,7 @@ def test_the_mean_of_a_batch_in_a_frozen_parameter_is_refused(change: Any) -> No
 
 
 @pytest.mark.parametrize("how", ["replaced data", "written data"])
-def test_failure_110_what_is_written_into_a_frozen_parameter_and_back_is_refused(how: str) -> None:
+def test_failure_106_what_is_written_into_a_frozen_parameter_and_back_is_refused(how: str) -> None:
     """Where torch counts no write, in training mode alone, by a term of which losses show nothing."""
 
     def put(p: Tensor, value: Tensor) -> None:
