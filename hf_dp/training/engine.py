@@ -35,7 +35,7 @@ from hf_dp.per_example.checks.kept import Memory
 from hf_dp.per_example.checks.memory import unchanged_weights
 from hf_dp.per_example.checks.padding import check_padding
 from hf_dp.per_example.checks.quantised import check_quantised
-from hf_dp.per_example.checks.reads import AsRead
+from hf_dp.per_example.checks.reads import AsRead, Reads
 from hf_dp.per_example.checks.state import unchanged_state, uncompiled
 from hf_dp.per_example.checks.strangers import check_strangers
 from hf_dp.per_example.checks.survey import survey
@@ -114,8 +114,7 @@ class Engine:
         Those of rows of a unit that has more elsewhere are for `Pieces` to join.
         """
         batch, owners = micro_batch
-        loss = self._loss_of(owners)
-        certificate, rules = self._certificate, self._rules
+        loss, certificate, rules = self._loss_of(owners), self._certificate, self._rules
         if self.passes == 2 and certificate is not None:
             return record_in_two_passes(
                 self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows, owners=owners
@@ -210,9 +209,10 @@ class Engine:
         collate: Any = self.loader.collate_fn
         shown = passes_shown(self.model, is_silent=self.is_silent)
         with shown, unchanged_weights(self.model), failures_refused(), collate.measuring_once():
-            self._check()
-        # Ranks that share weights would have to look again at the same time.
+            reads = self._check()
+        # Ranks that share weights would have to look again at the same time. What passes write to is known by now.
         self._installed = None if is_sharded(self.model) else Installed(self.model)
+        self._read = None if reads is None else AsRead(self.model, reads)
 
     def _check_again(self, changed: str | None = None) -> None:
         warn_of_change(changed)
@@ -223,7 +223,7 @@ class Engine:
             self._memory = memory  # a loop that goes on without what was refused is asked what it was asked
             raise
 
-    def _check(self) -> None:
+    def _check(self) -> Reads | None:
         dataset: Any = self.loader.dataset
         collate: Any = self.loader.collate_fn
         of_short, of_whole = (NotingDraws(self.model, self._loss) for _ in range(2))
@@ -264,12 +264,12 @@ class Engine:
             if self._check_losses is not None:
                 self._check_losses(self.model, short, (self._batch([row]) for row in few))
         memory.ask_of(short)
-        self._memory = memory
-        self._read = None if is_sharded(self.model) else AsRead(self.model, memory.read_by(short))
+        self._memory, reads = memory, None if is_sharded(self.model) else memory.read_by(short)
         # Ranks that share weights would have to look at a wider row at the same time.
         uneven = outermost(uneven, collate.widths, ends)
         collate.check_cut(uneven, self._moved)
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
+        return reads
 
     def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = ()) -> list[Any]:
         """Of `uneven`, the ends that add something. `others` may be held against these as well."""

@@ -92,8 +92,10 @@ class Trl(Usual):
         if self._adds_router_loss():
             yield (
                 "router_aux_loss_coef, for a mixture of experts.",
-                "its load balancing is a loss of the whole batch, and no example's own.",
-                "set router_aux_loss_coef=0.0.",
+                "its load balancing, which TRL adds unless it is told not to, is a loss of the whole batch, and no "
+                "example's own.",
+                f"pass {type(self.trainer.args).__name__}(router_aux_loss_coef=0.0, ...); where its router is frozen "
+                "(LoRA on other parts), there is nothing to balance.",
             )
 
     def forget_batch_metrics(self) -> None:
