@@ -170,6 +170,22 @@ def test_failure_12_an_optimizer_that_asks_for_it_in_its_step(tmp_path: Path) ->
     refused(tmp_path, ConfigurationError, "Sharp evaluates the gr", model, parts={"optimizers": (optimizer, None)})
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in a tensor of each group, as fused ones do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_is_tried_counts_no_step(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = Counting([{"params": [*model.parameters()], "count": torch.zeros(1)}], lr=0.1)
+    make(tmp_path, model, parts={"optimizers": (optimizer, None)})
+    assert optimizer.param_groups[0]["count"] == 0
+
+
 def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
     other = torch.optim.SGD(classifier().parameters(), lr=0.1)
     refused(tmp_path, ConfigurationError, "SGD holds none", parts={"optimizers": (other, None)})

@@ -45,8 +45,10 @@ def _asks_for_a_closure(optimizer: Any) -> bool:
         return False
     # A copy that holds nothing moves nothing, and remembers nothing. Neither do its hooks run, nor the step that a
     # scheduler has put into the original, which is the original's.
-    trial, nothing = copy.copy(optimizer), [{**group, "params": []} for group in optimizer.param_groups]
+    trial = copy.copy(optimizer)
     try:
+        # Counters may be tensors that a step adds to in place.
+        nothing = [copy.deepcopy({**group, "params": []}) for group in optimizer.param_groups]
         trial.state, trial.param_groups = defaultdict(dict), nothing
         inspect.unwrap(type(optimizer).step)(trial)
     except AttributeError:  # one that is made of others, which stay with the original
