@@ -1,7 +1,7 @@
 """Which axis of a tensor leads through the examples, where a model has put it elsewhere: time first, say.
 
 Followed by what tensors are, and not by names of operations: of a view the axis has the same size and the same stride,
-and of anything else it is where it was, if all axes before it are as long.
+and of anything else it is where it was, if all axes before it are as long. Only of what is stacked it moves.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ class Axes:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
+        # None of what is of some examples alone, whose sizes tell nothing.
         self._axes: Any = WeakIdKeyDictionary()
 
     def of(self, tensor: Tensor) -> int:
         """The second where nothing is known, and sizes leave no other."""
         size = self._batch_size
         is_second = tensor.dim() > 1 and bool(len(tensor) % size) and tensor.shape[1] == size
-        return int(self._axes.get(tensor, int(is_second)))
+        return int(self._axes.get(tensor, int(is_second)) or 0)
 
     def note(self, tensor: Tensor, axis: int) -> None:
         """Takes note that the examples lie there."""
@@ -37,24 +38,54 @@ class Axes:
 
     def follow(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> None:
         """Notes of what an operation `made` where the axis is that it had in data which was `given`."""
-        size = self._batch_size
-        known = [(one, axis) for one in given if one.dim() and one.shape[axis := self.of(one)] == size]
+        given = list(given)
+        known = [(one, axis) for one in given if (axis := self._known(one)) is not None]
+        if not known and any(self._is_part(one) for one in given):
+            self._axes.update((one, None) for one in made)
+            return
         if not any(axis for _, axis in known):
             made = [one for one in made if one._base is not None]
         for one in made:
             found = [k for source, axis in known if (k := self._after(source, axis, one)) is not None]
             if any(found):
                 self._axes[one] = max(found)
+            elif any(self._is_left_out(source, axis, one) for source, axis in known):
+                self._axes[one] = None
+
+    def stacked(self, pieces: Sequence[Tensor], made: Tensor, new: int) -> None:
+        """Notes where the axis of `pieces` is once they are stacked along a `new` one."""
+        axes = {self._known(one) for one in pieces}
+        if len(axes) == 1 and (axis := axes.pop()) is not None:
+            self._axes[made] = axis + (new % made.dim() <= axis)
+
+    def _is_part(self, tensor: Tensor) -> bool:
+        return self._axes.get(tensor, 0) is None
+
+    def _known(self, tensor: Tensor) -> int | None:
+        axis = self.of(tensor)
+        is_whole = tensor.dim() > 0 and tensor.shape[axis] == self._batch_size and not self._is_part(tensor)
+        return axis if is_whole else None
+
+    def _places(self, source: Tensor, axis: int, view: Tensor) -> list[int]:
+        strides = zip(view.shape, view.stride(), strict=True)
+        return [k for k, each in enumerate(strides) if each == (self._batch_size, source.stride(axis))]
+
+    def _is_left_out(self, source: Tensor, axis: int, made: Tensor) -> bool:
+        is_smaller = _is_view(made, source) and made.numel() < source.numel()
+        return is_smaller and not self._places(source, axis, made)
 
     def _after(self, source: Tensor, axis: int, made: Tensor) -> int | None:
-        if made._base is not None and (made._base is source or made._base is source._base):
-            strides = zip(made.shape, made.stride(), strict=True)
-            places = [k for k, each in enumerate(strides) if each == (self._batch_size, source.stride(axis))]
+        if _is_view(made, source):
+            places = self._places(source, axis, made)
             return places[0] if len(places) == 1 else None
         is_same = made.shape[: axis + 1] == source.shape[: axis + 1]
         # With fewer axes another one may have come there.
         is_clear = made.dim() == source.dim() or list(made.shape).count(self._batch_size) == 1
         return axis if is_same and is_clear else None
+
+
+def _is_view(made: Tensor, source: Tensor) -> bool:
+    return made._base is not None and (made._base is source or made._base is source._base)
 
 
 def in_order(owners: Tensor, batch_size: int) -> int | None:

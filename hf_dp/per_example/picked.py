@@ -100,6 +100,8 @@ class Picked(TorchFunctionMode):
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
         rows = [one for one in made if one.dtype != torch.bool]
         name = str(getattr(func, "__name__", "")).partition(".")[0]
+        if name == "stack":
+            self.axes.stacked(data, made[0], kwargs.get("dim", args[1] if len(args) > 1 else 0))
         table = next((a for a in given if a.is_floating_point()), None)
         if name == "embedding" and table is not None and self.is_data(table) and {a.dim() for a in given} == {1, 2}:
             # Rows that were computed from the batch, looked up as those of a table.

@@ -170,6 +170,24 @@ def test_failure_107_examples_picked_along_another_axis_are_held_to_be_one_of_ea
             record(model, _losses, data, certificate=certificate)
 
 
+def test_failure_108_examples_behind_positions_that_a_model_stacks() -> None:
+    """Put back by a product, of which nobody knows that it picks."""
+
+    def stacked(m: Any, h: Tensor, order: Tensor) -> Tensor:
+        return m.inner(torch.stack([h[:, t] for t in range(h.shape[1])])[:, order]).cos()  # type: ignore[no-any-return]
+
+    def back(made: Tensor, order: Tensor) -> Tensor:
+        return torch.einsum("bc,tcd->btd", F.one_hot(order, len(order)).double(), made)
+
+    model = Ordered(stacked, back)
+    certificate = preflight(model, _losses, _of_kinds(0, 0, 0))
+    found = record(model, _losses, data := _of_kinds(*[0] * 5), certificate=certificate)
+    assert relative_error(found, loop(model, _losses, data)) <= 1e-12
+    for data in (_of_kinds(1, 0, 2, 0, 0), _of_kinds(1, 2, 0, 0, 1, length=10), _of_kinds(2, 0, length=3)):
+        with pytest.raises(UnsupportedModelError, match="its rows were picked, and are not one of each"):
+            record(model, _losses, data, certificate=certificate)
+
+
 def test_what_is_no_data_may_be_written_into_examples() -> None:
     def filled(m: Any, h: Tensor, order: Tensor) -> Tensor:
         return m.inner(h.transpose(0, 1).index_fill(1, (order < 0).nonzero()[:, 0], 1.0)).cos()  # type: ignore[no-any-return]
@@ -202,6 +220,8 @@ _OF_TIME: dict[str, Any] = {
     "in halves": lambda m, h: m.inner(torch.cat(h.chunk(2)[::-1])),
     "sorted": lambda m, h: m.inner(h.sort(0).values),
     "heads": lambda m, h: m.inner(h.reshape(len(h), -1, 3).transpose(0, 1).cos().transpose(0, 1).reshape(h.shape)),
+    "stacked, and backwards": lambda m, h: m.inner(torch.stack(h.unbind(0)).flip(0)),
+    "stacked, and shifted": lambda m, h: m.inner(torch.stack([h[t].cos() for t in range(len(h))]).roll(1, 0)),
     "without an order": lambda m, h: m.inner(h[:, torch.arange(h.shape[1])]),
 }
 
