@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.gram import Dense
+from hf_dp.per_example.gram import Dense, Side
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.routed import Routed
 from hf_dp.per_example.watched import Source, WatchedParameter, plain
@@ -30,7 +30,7 @@ def summands_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     """Those of `torch.baddbmm(W, A, B, alpha=...)` with W (E, p, d), A (E, p, r) and B (E, r, d).
 
     Returns:
-        None of any other function, and where a rank is so large that gradients of W cost no more.
+        None of any other function, and where W is one for all experts.
     """
     if function is not torch.baddbmm or len(args) != 3 or not kwargs.keys() <= {"alpha", "beta"}:
         return None
@@ -46,7 +46,7 @@ def summands_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     return [Summand(each.source, hand) for each, hand in passed if isinstance(each, WatchedParameter)]
 
 
-def _times(routed: Routed, side: Any, matrices: Tensor) -> Dense:
+def _times(routed: Routed, side: Side, matrices: Tensor) -> Dense:
     """The rows (B, T, n) of a side, each multiplied with its expert's of `matrices` (E, n, m)."""
     rows, matrices = accumulation(side.tensor.flatten(0, 1)), accumulation(matrices)
     found = rows.new_empty(len(rows), matrices.shape[2])
