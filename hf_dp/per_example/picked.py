@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_dp.per_example.axes import Axes, are_put_back, in_order, is_along, is_indexed, is_mask, numbers_of
 from hf_dp.per_example.picking import (
     CHOOSING,
-    FIRST,
     INDEXED_WRITES,
     INDEXING,
     JOINING,
@@ -28,6 +27,7 @@ from hf_dp.per_example.picking import (
     TURNING,
     VIEWING,
     WRITING,
+    Operation,
 )
 from hf_dp.per_example.watched import METADATA, WatchedParameter, flatten, tensors_in
 
@@ -79,39 +79,28 @@ class Picked(TorchFunctionMode):
             self._within = before
         with torch._C.DisableTorchFunction():
             if data := [one for one in given if self.is_data(one)]:
-                self._follow(func, args, kwargs, given, data, output, known, by)
+                self._follow(Operation.of(func, args, kwargs, output), given, data, known, by)
         return output
 
     def _follow(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        given: list[Tensor],
-        data: list[Tensor],
-        output: Any,
-        known: list[bool],
-        by: str | None,
+        self, op: Operation, given: list[Tensor], data: list[Tensor], known: list[bool], by: str | None
     ) -> None:
         """Notes what becomes of `data`, from what was known of all that was `given`."""
-        made = tensors_in(output)
+        made = tensors_in(op.output)
         self._data.update((one, None) for one in made)
         self.axes.follow(data, made)
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
         rows = [one for one in made if one.dtype != torch.bool]
-        name = str(getattr(func, "__name__", "")).partition(".")[0]
-        if name == "stack":
-            self.axes.stacked(data, made[0], kwargs.get("dim", args[1] if len(args) > 1 else 0))
+        if op.name == "stack":
+            self.axes.stacked(data, made[0], op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else 0))
         table = next((a for a in given if a.is_floating_point()), None)
-        if name == "embedding" and table is not None and self.is_data(table) and {a.dim() for a in given} == {1, 2}:
-            # Rows that were computed from the batch, looked up as those of a table.
-            index = given[given[0] is table]
-            name, func, args, kwargs, given = "index_select", torch.index_select, (table, 0, index), {}, [table]
-        is_written = name in INDEXED_WRITES or name.removesuffix("_") in WRITING
+        if op.name == "embedding" and table is not None and self.is_data(table) and {a.dim() for a in given} == {1, 2}:
+            op, given = op.as_of_rows(), [table]
+        name, is_written = op.name, op.is_written
         changed = given[:1] if is_written else rows if name in MAY_PICK else []
-        picks = bool(changed) and self._picks(name, args, kwargs)
-        axis = self._axis(name, args, kwargs) if changed else 0
-        picks_other = axis > 0 and self._picks(name, args, kwargs, axis)
+        picks = bool(changed) and self._picks(op)
+        axis = self._axis(op) if changed else 0
+        picks_other = axis > 0 and self._picks(op, axis)
         # As many are left there, and what is no data moves none of them.
         picks_other &= not is_written or any(a.is_floating_point() and self.is_data(a) for a in given[1:])
         if axis and name in JOINING and not picks_other:
@@ -119,21 +108,21 @@ class Picked(TorchFunctionMode):
         if picks or picks_other or any(a in self._indexed for a in given):
             self._indexed.update((one, None) for one in (*rows, *changed))
         if picks and not axis:
-            self._note_owners(name, func, args, kwargs, output)
+            self._note_owners(op)
         if picks:
             if any(one.dim() and len(one) != self._batch_size for one in changed):
-                is_even = not is_written and self._is_even(name, args, kwargs)
+                is_even = not is_written and self._is_even(op)
                 self._are_even.update((one, is_even) for one in rows if not is_written)
                 # Of a mask's as many of each now need not be as many of each later.
-                if not is_even or any(map(is_mask, flatten(args[1:]))):
+                if not is_even or any(map(is_mask, flatten(op.args[1:]))):
                     by = by or name.strip("_")
                     rows = rows if not is_written else [*rows, *changed]
             elif axis:  # which the other ones of the examples may leave as it is
                 if not picks_other and any(self.axes.of(one) != axis for one in rows):
-                    known = [self._along(axis, name, func, args, kwargs, output) is True, *known]
+                    known = [self._along(op, axis) is True, *known]
             elif not is_written and name not in JOINING:
                 # From what the numbers follow by which they were picked makes no difference to which they are.
-                is_one = self._is_one_of_each(name, func, args, kwargs)
+                is_one = self._is_one_of_each(op)
                 known = [self._one_of_each.get(given[0], True) and is_one]
             elif name in JOINING and all(one in self._owners for one in given):
                 known = [self._is_joined(given)]
@@ -141,7 +130,7 @@ class Picked(TorchFunctionMode):
             known += [is_even] * (len(made) == 1 and made[0].shape[:1] == (self._batch_size,))
         if picks_other:
             how = self._put if is_written else self._along
-            is_whole = how(axis, name, func, args, kwargs, output)
+            is_whole = how(op, axis)
             by = by or (name if is_whole is None and not is_written else None)
             if is_whole is not None:
                 known = [self._one_of_each.get(given[0], True) and is_whole]
@@ -180,15 +169,12 @@ class Picked(TorchFunctionMode):
         found: bool | None = self._one_of_each.get(tensor, None if tensor in self._data else self._within[1])
         return found
 
-    def _note_owners(
-        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, axis: int = 0
-    ) -> None:
+    def _note_owners(self, op: Operation, axis: int = 0) -> None:
         """Whose the rows are that are picked of B."""
-        source = args[0] if args else None
-        if name not in CHOOSING or not isinstance(source, Tensor) or source.shape[axis] != self._batch_size:
+        if op.name not in CHOOSING or op.source is None or op.source.shape[axis] != self._batch_size:
             return
-        picked = flatten(func(numbers_of(source, axis, self._batch_size), *args[1:], **kwargs))
-        for one, own in zip(tensors_in(output), picked, strict=True):
+        picked = op.on(numbers_of(op.source, axis, self._batch_size))
+        for one, own in zip(tensors_in(op.output), picked, strict=True):
             if one.dim() > axis:
                 numbers = own.movedim(axis, 0)
                 self._owners[one] = axis, numbers.reshape(len(numbers), -1)[:, 0] if own.numel() else own.flatten()
@@ -198,29 +184,27 @@ class Picked(TorchFunctionMode):
         owners = torch.cat([self._owners[one][1] for one in pieces])
         return torch.equal(owners, torch.arange(self._batch_size, device=owners.device))
 
-    def _axis(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _axis(self, op: Operation) -> int:
         """Where the examples lie in what an operation picks of."""
-        tensors = [one for one in tensors_in(*args, *map(kwargs.get, FIRST)) if one.dim()]
-        several = tensors if name in JOINING else tensors[:1]
+        tensors = [one for one in op.picked_of if one.dim()]
+        several = tensors if op.name in JOINING else tensors[:1]
         return max((self._owners[one][0] if one in self._owners else self.axes.of(one) for one in several), default=0)
 
-    def _along(
-        self, axis: int, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> bool | None:
+    def _along(self, op: Operation, axis: int) -> bool | None:
         """Whether what is picked along another axis than the first is one of each example, in order; None of others."""
-        made = tensors_in(output)
-        if name in JOINING:
-            pieces = tensors_in(*args, *map(kwargs.get, FIRST))
+        made = tensors_in(op.output)
+        if op.name in JOINING:
+            pieces = op.picked_of
             if not all(one in self._owners and self._owners[one][0] == axis for one in pieces):
                 return None
             self.axes.note(made[0], axis)
             return self._is_joined(pieces)
-        source = args[0] if args else None
-        if name not in CHOOSING or not isinstance(source, Tensor) or source.shape[axis] != self._batch_size:
+        source = op.source
+        if op.name not in CHOOSING or source is None or source.shape[axis] != self._batch_size:
             return False
-        found = flatten(func(numbers_of(source, axis, self._batch_size), *args[1:], **kwargs))
+        found = op.on(numbers_of(source, axis, self._batch_size))
         if len(found) > 1 or (found[0].dim() == source.dim() and found[0].shape[axis] < self._batch_size):
-            self._note_owners(name, func, args, kwargs, output, axis)
+            self._note_owners(op, axis)
             return None
         place = in_order(found[0], self._batch_size)
         if place is not None:
@@ -230,20 +214,20 @@ class Picked(TorchFunctionMode):
             return None
         return place is not None
 
-    def _put(self, axis: int, name: str, func: Any, args: tuple[Any, ...], kwargs: Any, output: Any) -> bool | None:
+    def _put(self, op: Operation, axis: int) -> bool | None:
         """Whether rows that are written along an axis come to their own examples; None where nobody knows whose."""
-        value, size = args[-1], self._batch_size
-        if kwargs or not isinstance(value, Tensor) or not value.dim() or args[0].shape[axis] != size:
+        value, size = op.args[-1], self._batch_size
+        if op.kwargs or not isinstance(value, Tensor) or not value.dim() or op.args[0].shape[axis] != size:
             return None
         first, rows = self._owners.get(value, (self.axes.of(value), None))
         if rows is None and value.shape[first] != size:
             return None
-        is_own = are_put_back(func, args, axis, size, first, rows)
+        is_own = are_put_back(op.func, op.args, axis, size, first, rows)
         return is_own and self._one_of_each.get(value, True) is True
 
-    def _picks(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int = 0) -> bool:
+    def _picks(self, op: Operation, axis: int = 0) -> bool:
         """Whether an operation picks rows of data along an axis, or writes some."""
-        tensors = tensors_in(*args, *map(kwargs.get, FIRST))
+        tensors, (name, _, args, kwargs, _) = op.picked_of, op
         if not tensors or tensors[0].dim() == 0 or isinstance(tensors[0], WatchedParameter):
             return False
         # What is joined may begin with nothing (an empty cache), which has one axis.
@@ -267,30 +251,30 @@ class Picked(TorchFunctionMode):
         is_of_data = place is not None and any(map(self.is_data, tensors if name in JOINING else [source]))
         return place is not None and is_of_data and is_along(place, args, kwargs, source, axis)
 
-    def _is_one_of_each(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_one_of_each(self, op: Operation) -> bool:
         """Whether the B rows that an operation picks of B k are one of each example, in order."""
-        source, size = args[0] if args else None, self._batch_size
-        if name == "as_strided":  # windows within rows, as its numbers say, which preflight has compared
-            return isinstance(source, Tensor) and len(source) == size
-        if name not in CHOOSING or not isinstance(source, Tensor):
+        source, size = op.source, self._batch_size
+        if op.name == "as_strided":  # windows within rows, as its numbers say, which preflight has compared
+            return source is not None and len(source) == size
+        if op.name not in CHOOSING or source is None:
             return False
         if len(source) != size and source in self._picked:  # of which nobody knows whose they are
             return False
         first = torch.arange(size, device=source.device)[:, None]
         # Of sequences (T, B, ...) the examples are second.
         for axis in [0] * (len(source) % size == 0) + [1] * (source.shape[1:2] == (size,)):
-            found = flatten(func(numbers_of(source, axis, self._batch_size), *args[1:], **kwargs))
+            found = op.on(numbers_of(source, axis, size))
             if all(bool((one.reshape(size, -1) == first).all()) for one in found):
                 return True
         return False
 
-    def _is_even(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_even(self, op: Operation) -> bool:
         """Whether the rows that an index picks of B k are known to be as many of each example, in order."""
-        source, size = args[0] if args else None, self._batch_size
-        if not isinstance(source, Tensor) or len(source) % size or source in self._picked or kwargs:
+        source, size = op.source, self._batch_size
+        if source is None or len(source) % size or source in self._picked or op.kwargs:
             return False
-        parts = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else args[-1:]
-        if name not in ("__getitem__", "index_select") or not all(isinstance(part, Tensor) for part in parts):
+        parts = op.args[1] if op.name == "__getitem__" and isinstance(op.args[1], tuple) else op.args[-1:]
+        if op.name not in ("__getitem__", "index_select") or not all(isinstance(part, Tensor) for part in parts):
             return False
         axes = sum(part.dim() if is_mask(part) else 1 for part in parts)
         owners = torch.arange(size, device=source.device).repeat_interleave(len(source) // size)

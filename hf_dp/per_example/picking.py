@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
 from hf_dp.per_example.axes import Place
+from hf_dp.per_example.watched import flatten, tensors_in
 
 INDEXING = frozenset(("__getitem__", "index"))
 # Of these each number of the result is one of the first argument's, wherever that is chosen by the others.
@@ -37,3 +43,43 @@ WRITING: dict[str, Place] = {
     **dict.fromkeys(("masked_scatter", "put"), ()),
 }
 MAY_PICK = {*INDEXING, *INDEXED_WRITES, *PICKING, *TURNING, "repeat_interleave"}
+
+
+class Operation(NamedTuple):
+    """One that was run, with what it gave."""
+
+    name: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+    @staticmethod
+    def of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Operation:
+        """By its name without what tells its overloads apart."""
+        return Operation(str(getattr(func, "__name__", "")).partition(".")[0], func, args, kwargs, output)
+
+    @property
+    def source(self) -> Tensor | None:
+        """Its first argument, if that is a tensor."""
+        first = self.args[0] if self.args else None
+        return first if isinstance(first, Tensor) else None
+
+    @property
+    def picked_of(self) -> list[Tensor]:
+        """What it picks rows of: all that it joins, or the first of these."""
+        return tensors_in(*self.args, *map(self.kwargs.get, FIRST))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it changes its first argument."""
+        return self.name in INDEXED_WRITES or self.name.removesuffix("_") in WRITING
+
+    def on(self, numbers: Tensor) -> list[Tensor]:
+        """What it gives of these in place of its first argument."""
+        return flatten(self.func(numbers, *self.args[1:], **self.kwargs))
+
+    def as_of_rows(self) -> Operation:
+        """A lookup in rows that were computed from the batch is a pick of them."""
+        table, ids = sorted(tensors_in(self.args, self.kwargs), key=lambda one: not one.is_floating_point())[:2]
+        return Operation("index_select", torch.index_select, (table, 0, ids), {}, self.output)
