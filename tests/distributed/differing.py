@@ -55,7 +55,8 @@ def surroundings(what: str) -> Iterator[None]:
     if what == "another precision of torch":
         torch.set_float32_matmul_precision("medium")
     try:
-        with mock.patch.object(described, "version", return_value="0") if what == "another version" else nullcontext():
+        is_older = what == "another version"
+        with mock.patch.object(described, "installed", return_value="0") if is_older else nullcontext():
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
