@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Sums of shorter numbers copy them to longer ones first: of so many rows at a time.
+_ROWS = 1024
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_in_place(values: Tensor) -> Tensor:
+    """(n + m,) int64: the bits of each row and of each column of values (..., m): others in another order, too."""
+    rows = values.detach().reshape(-1, values.shape[-1] if values.dim() else 1)
+    rows = rows.contiguous().view(_BITS[values.element_size()])
+    parts = rows.split(_ROWS)
+    columns = torch.stack([part.sum(0, dtype=torch.int64) for part in parts]).sum(0)
+    return torch.cat([*(part.sum(1, dtype=torch.int64) for part in parts), columns])
 
 
 def bits_of(values: Tensor) -> Tensor:

@@ -61,8 +61,11 @@ def private_gradient(
     total, pieces = ClippedSum(model, plan.clipping, by_rows), Pieces(() if by_rows is None else by_rows.names)
     randomness = nullcontext if plan.entropy.reproducible else secret_global_state
     with unchanged_buffers(model), randomness():
-        for micro_batch in micro_batches:
-            with randomness():  # anew, whatever the model has seeded in the one before
+        prepared = iter(micro_batches)
+        while True:
+            with randomness():  # anew, whatever was seeded where the one before was prepared and computed
+                if (micro_batch := next(prepared, None)) is None:
+                    break
                 total.add(pieces.joined(record(micro_batch)))
         pieces.refuse_rest()
         for dummy in dummies:

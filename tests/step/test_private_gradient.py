@@ -74,6 +74,19 @@ def test_failure_102_what_a_model_seeds_is_secret_again_in_the_next_micro_batch(
         assert len(set(numbers)) == 4
 
 
+def test_failure_102_what_seeds_where_micro_batches_are_prepared_too(model, batch):
+    seen = []
+
+    def prepared():
+        for _ in range(4):
+            seen.append(float(torch.rand(())))
+            set_seed(0)
+            yield batch
+
+    private_gradient(model, lambda one: record(model, loss, one), prepared(), make_plan(noise_multiplier=0), Ledger())
+    assert len(set(seen)) == 4
+
+
 def test_under_a_privacy_seed_dropout_masks_follow_the_global_seed(model, batch):
     plan = make_plan(seed=3, noise_multiplier=0)
     torch.manual_seed(1)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.draws import Change, Draws
-from hf_dp.per_example.checks.memory import told_of
+from hf_dp.per_example.checks.memory import told_in_place
 from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
 from hf_dp.per_example.checks.values import parts
 from hf_dp.per_example.ieee import beneath_modes, full_precision
@@ -28,7 +28,6 @@ from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import Axis, Readings, Rule, Use
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Observer, Watch
-from hf_dp.per_example.watched import flatten
 from hf_dp.randomness import unchanged_global_state
 
 _Watching = Callable[[int, Observer], Watch]
@@ -217,7 +216,7 @@ def observer(model: nn.Module) -> Callable[[Tensor, Axis], Tensor]:
     def rows_of(given: Tensor, axis: Axis) -> Tensor:
         is_constant = axis.reading == "constant"
         if is_constant and id(given) in frozen:
-            return torch.tensor([[bits or 0 for bits in flatten(told_of(given))]], dtype=torch.int64)
+            return told_in_place(given)[None]
         if is_constant and given.layout is not torch.strided:
             return torch.cat([part.double().flatten() for part in parts(given.detach())])[None]
         return given.detach().to_dense().clone().reshape(1 if is_constant else axis.batch_size, -1)

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.bits import bits_of
+from hf_dp.per_example.bits import bits_in_place, bits_of
 from hf_dp.per_example.checks.state import buffer_refused, configurations, is_saved
 from hf_dp.per_example.checks.values import copied, parts, same
 from hf_dp.per_example.sharding import named_modules, reshard
+from hf_dp.per_example.watched import flatten
 
 _Place = tuple[str, str]
 _Told = tuple[Tensor | None, int | None, Any]
@@ -224,6 +225,14 @@ def told_of(value: Any) -> Any:
         return [told_of(part) for part in parts(value)]
     value = torch.view_as_real(value) if value.is_complex() else value
     return None if value.is_meta else int(bits_of(value.reshape(1, -1)))
+
+
+def told_in_place(value: Tensor) -> Tensor:
+    """(n,) int64: the same of a tensor, and where its numbers are, if it is an ordinary one."""
+    is_ordinary = type(value.data) is Tensor and value.layout is torch.strided and value.numel() > 0
+    if is_ordinary and not (value.is_meta or value.is_complex()):
+        return bits_in_place(value)
+    return torch.tensor([bits or 0 for bits in flatten(told_of(value))], dtype=torch.int64)
 
 
 def _told_of_others(value: Any) -> Any:

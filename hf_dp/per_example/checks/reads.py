@@ -77,15 +77,15 @@ class Reads:
         )
 
 
-def _within(value: Any) -> list[Any]:
+def _within(value: Any, depth: int = 0) -> list[Any]:
     """What holds settings, and how far a training is."""
     try:
-        return _parts(value)
+        return _parts(value, depth)
     except Exception:  # noqa: BLE001 - of another's code: a proxy of nothing raises whatever is asked of it
         return []
 
 
-def _parts(value: Any, depth: int = 0) -> list[Any]:
+def _parts(value: Any, depth: int) -> list[Any]:
     if isinstance(value, Optimizer):
         return list(value.param_groups)
     if isinstance(value, (staticmethod, classmethod)):
@@ -96,7 +96,7 @@ def _parts(value: Any, depth: int = 0) -> list[Any]:
         value = value.__wrapped__
     if isinstance(value, SERIES):
         items = islice(value, _ITEMS if depth < _DEPTH else 0)
-        return [one for item in items for one in _parts(item, depth + 1)]
+        return [one for item in items for one in _within(item, depth + 1)]
     if isinstance(value, type):
         return _classes(value)
     if type(value).__module__.startswith("hf_dp"):

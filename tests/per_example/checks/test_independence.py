@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import HfDpError
 from hf_dp.per_example import preflight
+from hf_dp.per_example.bits import bits_in_place
 from hf_dp.per_example.checks.independence import observer
 from hf_dp.per_example.checks.memory import unchanged_weights
 from hf_dp.per_example.checks.state import unchanged_state
@@ -21,12 +22,23 @@ def test_frozen_parameters_are_not_copied_and_all_else_is() -> None:
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     rows_of, constant = observer(model), Axis(4, "constant")
-    assert rows_of(model.bias, constant).numel() == 1
+    told = rows_of(model.bias, constant)
+    model.bias.data = model.bias.data.flip(0)
+    assert not torch.equal(rows_of(model.bias, constant), told), "the same numbers in another order"
     assert rows_of(model.weight, constant).shape == (1, 6)
     same = nn.Parameter(model.bias.detach(), requires_grad=False)
     for other in (same, model.bias.detach(), model.bias.clone()):
         assert torch.equal(rows_of(other, constant), model.bias[None])
     assert rows_of(torch.ones(8, 3), Axis(4, "folded")).shape == (4, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_numbers_in_other_places_have_other_checksums(dtype: torch.dtype) -> None:
+    numbers = torch.arange(2 * 3 * 4).view(2, 3, 4).to(dtype)
+    told = bits_in_place(numbers)
+    assert len(told) < numbers.numel()
+    assert torch.equal(bits_in_place(numbers.clone()), told)
+    assert not any(torch.equal(bits_in_place(numbers.flip(axis)), told) for axis in range(3))
 
 
 def written(model: Any, x: Tensor) -> None:

@@ -8,6 +8,7 @@ import sys
 import types
 from collections import ChainMap
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hf_dp.per_example.checks.kept import Memory
-from hf_dp.per_example.checks.reads import AsRead, reads_of
+from hf_dp.per_example.checks.reads import AsRead, Reads, reads_of
 
 
 class Held(nn.Module):
@@ -298,3 +299,8 @@ def test_proxies_of_nothing_and_tensors_without_numbers_are_no_obstacle() -> Non
     assert known.changed() is None
     model.scale = 5.0
     assert known.changed() == "scale"
+
+
+def test_a_proxy_of_nothing_hides_no_others_of_its_list() -> None:
+    term = SimpleNamespace(weight=0.0)
+    assert any(one is term for one in Reads({"": SimpleNamespace(terms=[Nothing(), term])}).owners.values())
