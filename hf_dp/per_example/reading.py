@@ -6,16 +6,17 @@ What preflight certified decides, where there is a certificate; what is left in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from hf_dp.per_example.counts import Counts
+from hf_dp.per_example.following import Following, in_experts, is_of_torch, may_route, wrapped
 from hf_dp.per_example.picked import Picked
-from hf_dp.per_example.routes import Routes, followed
+from hf_dp.per_example.routes import Routes
 from hf_dp.per_example.rule import (
     BY_GRADIENT,
     INFERRED,
@@ -30,15 +31,22 @@ from hf_dp.per_example.rule import (
     Use,
     refusal,
 )
+from hf_dp.per_example.watched import WatchedParameter
 
 _PACKED = "it may be packed, with other numbers of rows for each of"
 _SORTED = "call model.set_experts_implementation('grouped_mm'), with which it is known whose each row is"
 _BATCHED = "call model.set_experts_implementation('batched_mm'), with which Transformers' experts keep them in order"
+_NOT_IN_ORDER = "its rows were picked, and are not one of each, in order, of"
 _SECOND = "neither its first axis nor its second can be read as"
 _WHOLE = (
     "let each example keep all of its rows (zeros in place of those that are left out), or make their numbers even and "
     "give them as (B, rows, ...)"
 )
+
+
+# Beside which certificates note that rows are picked somewhere, and whose they are is to be followed.
+_ROWS = ("rows", "", 0)
+_INFERRED = Use("rows", "", INFERRED, 0)
 
 
 @dataclass(eq=False)
@@ -63,14 +71,65 @@ class Reader:
     _storages: set[int] = field(default_factory=set)
     _picked: Picked | None = None
     _has_looked: bool = False
+    _is_followed: bool = False
+    _is_following: bool = False
 
     def __post_init__(self) -> None:
         self.counts, self.routes = Counts(self.batch_size), Routes(self.batch_size)
 
-    def followed(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Inside, rows are followed through those `modules` that may sort them by something else than examples."""
-        may_route = self.ambiguous_sizes is not None or not self.readings or ROUTED in self.readings.values()
-        return followed(modules if may_route else (), self.routes, self._in_order, self._restored)
+    @contextmanager
+    def followed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside, rows are followed through those `modules` that may sort them by something else than examples.
+
+        Where rows are picked elsewhere, through all: what a checkpoint computes again begins at any of them.
+        """
+        is_first = self.ambiguous_sizes is not None or not self.readings
+        self._is_followed = is_first or self.readings.get(_ROWS) is not None
+        may_sort = list(modules) if is_first or ROUTED in self.readings.values() else []
+
+        def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._is_following:
+                return forward(*args, **kwargs)
+            with self._following():
+                return forward(*args, **kwargs)
+
+        others = [one for one in may_sort if self._is_followed and not may_route(one) and not is_of_torch(one)]
+        hooks = self._in_order, self._restored, self._follow
+        with in_experts(may_sort, self.routes, *hooks), wrapped(others, run):
+            yield
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        self._is_following = True
+        try:
+            with Following(self.routes, self._entered, self._back_in_order):
+                yield
+        finally:
+            self._is_following = False
+
+    def _entered(self, source: Tensor) -> Tensor | None:
+        """Whose the rows are that are picked of `source`, if they lie in order."""
+        if isinstance(source, (nn.Parameter, WatchedParameter)) or not source.dim():
+            return None
+        if not source.requires_grad:
+            if self._picked is None or not self._picked.is_data(source):
+                return None
+            self.inferred.add(_INFERRED)  # in each step too
+        is_plain = len(source) == self.batch_size or _is_plainly_folded(source, self.batch_size)
+        if not (is_plain and not self._was_picked(source)) and not self._in_order([source]):
+            return None
+        return self.routes.in_order(len(source), source.device)
+
+    def _back_in_order(self, given: Tensor) -> None:
+        """Takes note that rows which were picked are in order again, as they must be in each step."""
+        if self._picked is not None and self._picked.follows_index(given):
+            self._picked.forget(given)
+            self._follow()
+            self.inferred.add(_INFERRED)
+
+    def _follow(self) -> None:
+        """Takes note that rows are to be followed through all modules, in each step."""
+        self.inferred.add(Use(*_ROWS[:2], ROUTED, 0))
 
     @contextmanager
     def reading(self, tensors: Iterable[Tensor]) -> Iterator[None]:
@@ -84,7 +143,7 @@ class Reader:
             return
         self._picked = Picked(given, self.batch_size, self.counts.room)
         try:
-            with self._picked:
+            with self._picked, self._following() if self._is_followed else nullcontext():
                 yield
         finally:
             self._picked, self._has_looked = None, True
@@ -108,13 +167,17 @@ class Reader:
         Raises:
             UnsupportedModelError: the shape has no reading, or may have another.
         """
-        order = None
-        if bound.input is not None and bound.input.dim():
-            is_sorted = rule.is_sorted or self.known(rule.name, parameters, bound.input) == ROUTED
-            order = self.routes.order(bound.input, is_sorted)
-        if order is not None:
-            return Axis(self.batch_size, ROUTED, order)
-        return Axis(self.batch_size, self._read(rule, bound, parameters))
+        order, known = None, self.known(rule.name, parameters, bound.input)
+        if bound.input is not None and bound.input.dim() and known != "constant":
+            order = self.routes.order(bound.input, rule.is_sorted or known == ROUTED)
+        if order is None:
+            return Axis(self.batch_size, self._read(rule, bound, parameters))
+        if known not in (None, ROUTED) and not rule.is_sorted:
+            assert bound.input is not None
+            self._unreadable(rule.name, bound.input, parameters, _NOT_IN_ORDER)
+        if not self.routes.are_in_experts:
+            self._follow()
+        return Axis(self.batch_size, ROUTED, order)
 
     def _in_order(self, several: Sequence[Tensor]) -> list[Tensor]:
         """Those of `several` that have as many rows of each example, one example after another.
@@ -248,9 +311,7 @@ class Reader:
         """Refuses as many rows as examples that were picked, and are not one of each in order."""
         found = None if self._picked is None or self.batch_size == 1 else self._picked.has_one_of_each(given, axis)
         if found is False:
-            self._unreadable(
-                operation, given, parameters, "its rows were picked, and are not one of each, in order, of"
-            )
+            self._unreadable(operation, given, parameters, _NOT_IN_ORDER)
         if found:
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
 

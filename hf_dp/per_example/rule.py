@@ -40,19 +40,36 @@ class Operands(NamedTuple):
         return value
 
 
+class Order(NamedTuple):
+    """Where the rows of each example are among n rows that lie in some other order.
+
+    Attributes:
+        at: (B*k,) where those of the first example are, those of the second, and so on; some come again where an
+            example has fewer than k.
+        back: (n,) where each row is in `at`.
+        used: (B*k,) whether one comes for the first time; None if all do. Where n is 0, (B,): each has a row of zeros.
+        blank: (B*k,) whether an example has none at all; None if all have some.
+    """
+
+    at: Tensor
+    back: Tensor
+    used: Tensor | None = None
+    blank: Tensor | None = None
+
+
 class Axis(NamedTuple):
     """How the example axis of an input is read: "batch" (B, ...), "folded" (B*k, ...), or "constant": in none.
 
-    Where it is SECOND, (T, B, ...), rules see the first two axes in the other order; where it is ROUTED, (B*k, ...) in
-    the order of something else, they see the examples one after another, unless they are `is_sorted`.
+    Where it is SECOND, (T, B, ...), rules see the first two axes in the other order; where it is ROUTED, (n, ...) in
+    the order of something else, they see as many rows of each example, one after another, unless they are `is_sorted`.
 
     Attributes:
-        order: (B*k,) of a ROUTED input where the rows of the first example are, those of the second, and so on.
+        order: of a ROUTED input.
     """
 
     batch_size: int
     reading: str
-    order: Tensor | None = None
+    order: Order | None = None
 
     def positions(self, tensor: Tensor) -> Tensor:
         """(B, T, n) from a tensor laid out like the input, features last."""
@@ -64,17 +81,32 @@ class Axis(NamedTuple):
         """An input as rules see it: the examples first, one after another."""
         if self.reading == SECOND:
             return tensor.transpose(0, 1)
-        return tensor if self.order is None else tensor[self.order]
+        if self.order is None:
+            return tensor
+        if not len(tensor):
+            return tensor.new_zeros(self.batch_size, *tensor.shape[1:])
+        rows, blank = tensor[self.order.at], self.order.blank
+        # Of an example that has none those of another might be infinite.
+        return rows if blank is None else rows.masked_fill(_beside(blank, rows), 0)
+
+    def spread(self, gradient: Tensor) -> Tensor:
+        """The gradient of what an `is_sorted` rule gave, as other rules see theirs: none of rows that come again."""
+        rows, used = self.led(gradient), None if self.order is None else self.order.used
+        return rows if used is None else rows.masked_fill(~_beside(used, rows), 0)
 
     def as_before(self, tensor: Tensor) -> Tensor:
         """What a rule gave, laid out like the input."""
         if self.reading == SECOND:
             return tensor.transpose(0, 1)
-        return tensor if self.order is None else tensor[self.order.argsort()]
+        return tensor if self.order is None else tensor[self.order.back]
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(B, k, ...) from a tensor laid out like the input."""
         return tensor.reshape(self.batch_size, -1, *tensor.shape[1:])
+
+
+def _beside(mask: Tensor, rows: Tensor) -> Tensor:
+    return mask.view(-1, *[1] * (rows.dim() - 1))
 
 
 @dataclass(frozen=True)
@@ -152,7 +184,8 @@ class Certificate(frozenset[Use]):
         """How first axes were read, by (operation, parameter, dimensions).
 
         "batch", "folded", "data" for both of these, "constant", or "either" for constant and another; BY_GRADIENT where
-        all the others require a gradient and no constant does; SECOND, or MIXED for this and another.
+        all the others require a gradient and no constant does; SECOND, or MIXED for this and another; ROUTED, for this
+        and others.
         """
         found: dict[tuple[str, str, int], set[str]] = {}
         for use in self | self.read:
@@ -168,6 +201,8 @@ def _joined(readings: set[str]) -> str:
         return next(iter(readings))
     if SECOND in readings:
         return MIXED
+    if ROUTED in readings:  # of others their shape tells
+        return ROUTED
     if "constant" in readings:
         return "either" if is_plain else BY_GRADIENT
     return "data"

@@ -146,7 +146,7 @@ class Watch:
         self.factors = {name: [] for name in originals}
         self.sum_dtypes = sum_dtypes(originals)
         try:
-            with in_place(modules, originals, watched), functions_seen(), self.reader.followed(modules):
+            with in_place(modules, originals, watched), functions_seen(), self.reader.followed(model.modules()):
                 with watched_when_whole(model, sharded, watch):
                     yield
                 leaked = self.leaked | {name for name, p in originals.items() if p.grad is not None}

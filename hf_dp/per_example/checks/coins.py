@@ -21,10 +21,11 @@ from hf_dp.errors import HfDpError, PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.copies import Run, differing_copies, follows_number, moved_rows
 from hf_dp.per_example.checks.draws import Change, Draw, Draws
-from hf_dp.per_example.checks.independence import check_without_dropout, observer, parameter_norms
+from hf_dp.per_example.checks.independence import check_without_dropout, parameter_norms
+from hf_dp.per_example.checks.observed import Observed
 from hf_dp.per_example.checks.switches import Switches, warn_of
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.rule import Axis, Readings, Rule, Use
+from hf_dp.per_example.rule import Readings, Rule, Use
 from hf_dp.per_example.watch import Watch
 
 _EXTREMES = ("least", "most", "another")
@@ -56,20 +57,15 @@ def without_shared_coins(
     Raises:
         PreflightError: with the operation and the module that draws.
     """
-    size, rows_of = batch_size(batch), observer(model)
+    size = batch_size(batch)
 
     def observed(batch: Batch = batch) -> tuple[list[Use], list[Tensor]]:
-        uses: list[Use] = []
-        rows: list[Tensor] = []
-
-        def observe(use: Use, given: Tensor, axis: Axis) -> None:
-            uses.append(use)
-            rows.append(rows_of(given, axis))
-
-        watch = Watch(Reader(size, readings=readings), rules, observe)
+        seen = Observed(model, size)
+        watch = Watch(Reader(size, readings=readings), rules, seen)
         with watch.attached(model):
             losses = watch.forward(model, loss_fn, batch)
-        return uses, [*rows, losses.detach().reshape(size, 1)]
+        uses = [use for use, _ in seen.seen]
+        return uses, [*(rows for _, rows in seen.seen), losses.detach().reshape(size, 1)]
 
     off, before = dict[str, str](), _states(model)
     with _named(model) as stack:

@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.draws import Change, Draws
-from hf_dp.per_example.checks.memory import told_in_place
 from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
+from hf_dp.per_example.checks.observed import Observed, aligned
 from hf_dp.per_example.checks.values import parts
 from hf_dp.per_example.ieee import beneath_modes, full_precision
 from hf_dp.per_example.norms import squared_norms
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.rule import Axis, Readings, Rule, Use
+from hf_dp.per_example.rule import Readings, Rule
 from hf_dp.per_example.rules import RULES
 from hf_dp.per_example.watch import Observer, Watch
 from hf_dp.randomness import unchanged_global_state
@@ -181,47 +181,25 @@ def _mixing(
     for pattern in (mixed, _ONLY_FIRST, _ONLY_SECOND):
         with forked_rng(model), numbers(len(pattern)):
             runs.append(_observe(model, loss_fn, take(batch, pattern), watch))
-    if any([use for use, _ in seen] != [use for use, _ in runs[0][0]] for seen, _ in runs):
+    uses = aligned([seen for seen, _ in runs])
+    if uses is None:
         return "the model used its parameters differently when the examples of the batch were exchanged."
     with beneath_modes():
-        for observed in zip(*(seen for seen, _ in runs), strict=True):
-            if not _rows_agree(*(rows for _, rows in observed), mixed=mixed, in_place=in_place):
-                use = observed[0][0]
+        for use, *rows in uses:
+            if not _rows_agree(*rows, mixed=mixed, in_place=in_place):
                 return f"in {use.operation}, used by {use.parameter}, an example's row depends on its neighbours."
         if not _rows_agree(*(losses for _, losses in runs), mixed=mixed, in_place=in_place):
             return "an example's loss depends on its neighbours in the batch."
     return None
 
 
-def _observe(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, watch: _Watching
-) -> tuple[list[tuple[Use, Tensor]], Tensor]:
-    seen: list[tuple[Use, Tensor]] = []
-    size, rows_of = batch_size(batch), observer(model)
-
-    def observe(use: Use, given: Tensor, axis: Axis) -> None:
-        seen.append((use, rows_of(given, axis).expand(size, -1)))
-
-    watching = watch(size, observe)
+def _observe(model: nn.Module, loss_fn: LossFunction, batch: Batch, watch: _Watching) -> tuple[Observed, Tensor]:
+    size = batch_size(batch)
+    seen = Observed(model, size)
+    watching = watch(size, seen)
     with watching.attached(model):
         losses = watching.forward(model, loss_fn, batch)
     return seen, losses.detach().reshape(size, 1)
-
-
-def observer(model: nn.Module) -> Callable[[Tensor, Axis], Tensor]:
-    """What gives a copy of what an operation is given, for each example, or (1, n) for all of them; of frozen
-    parameters of `model` a checksum, since a pass may write examples into them, and write back what was there."""
-    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
-
-    def rows_of(given: Tensor, axis: Axis) -> Tensor:
-        is_constant = axis.reading == "constant"
-        if is_constant and id(given) in frozen:
-            return told_in_place(given)[None]
-        if is_constant and given.layout is not torch.strided:
-            return torch.cat([part.double().flatten() for part in parts(given.detach())])[None]
-        return given.detach().to_dense().clone().reshape(1 if is_constant else axis.batch_size, -1)
-
-    return rows_of
 
 
 def _rows_agree(

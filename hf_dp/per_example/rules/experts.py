@@ -39,8 +39,10 @@ def _rule(grouped: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Rule:
     def backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
         (given, offsets), weight = saved, operands.needed("weight")
         assert axis.order is not None
-        ids = torch.searchsorted(offsets, axis.order.to(offsets.dtype), right=True)
-        rows = given[axis.order], gradient[axis.order]
+        if not len(given):
+            return (torch.zeros_like(given) if needs_input else None), {"weight": None}
+        ids = torch.searchsorted(offsets, axis.order.at.to(offsets.dtype), right=True)
+        rows = axis.led(given), axis.spread(gradient)
         # Beyond the last expert's, which are for one on another device, there is nothing, and no numbers.
         beyond = ids == len(weight)
         if not answers_at_once(beyond.device) or bool(beyond.any()):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hf_dp.errors import HfDpError
 from hf_dp.per_example import preflight
 from hf_dp.per_example.bits import bits_in_place
-from hf_dp.per_example.checks.independence import observer
 from hf_dp.per_example.checks.memory import unchanged_weights
+from hf_dp.per_example.checks.observed import observer
 from hf_dp.per_example.checks.state import unchanged_state
 from hf_dp.per_example.rule import Axis
 from tests.per_example.small import Small, batch, parameter, square

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hf_dp import PrivacyConfig, PrivateRun
 from hf_dp.errors import HfDpError
-from hf_dp.per_example.checks.independence import close, observer
+from hf_dp.per_example.checks.independence import close
+from hf_dp.per_example.checks.observed import observer
 from hf_dp.per_example.checks.values import equal, far
 from hf_dp.per_example.rule import Axis
 

@@ -1,0 +1,126 @@
+"""Follows whose rows are through the operations of a model: inside its experts, and where it picks rows, everywhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_dp.per_example.routes import Routes, writes
+from hf_dp.per_example.row_picks import may_pick_or_write, name_of
+from hf_dp.per_example.watched import METADATA, tensors_in
+
+Enter = Callable[[Tensor], Tensor | None]
+
+
+class Following(TorchFunctionMode):
+    """Follows rows through the operations inside.
+
+    Args:
+        routes: what is known of rows.
+        enter: as `Routes.followed` has it; inside experts, which were given theirs, None.
+        restored: gets what lies in order again.
+    """
+
+    def __init__(
+        self, routes: Routes, enter: Enter | None = None, restored: Callable[[Tensor], None] = lambda tensor: None
+    ) -> None:
+        super().__init__()
+        self._routes, self._enter, self._restored = routes, enter, restored
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA or (self._enter is not None and self._routes.are_in_experts):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            given = [(a, writes(a)) for a in tensors_in(args, kwargs)]
+            known = {id(a): self._routes.of(a) for a, _ in given}
+        output = func(*args, **kwargs)
+        if all(owners is None for owners in known.values()) and not may_pick_or_write(name_of(func)):
+            return output
+        with torch._C.DisableTorchFunction():
+            owners = self._routes.followed(func, args, kwargs, output, known, self._enter)
+            made = tensors_in(output)
+            if isinstance(owners, list):
+                for piece, own in zip(made, owners, strict=True):
+                    self._routes.note(piece, own)
+                return output
+            changed = [tensor for tensor, count in given if writes(tensor) != count]
+            for one in (*made, *changed):
+                self._routes.note(one, owners)
+                if owners is not None and self._routes.is_restored(one):
+                    self._restored(one)
+        return output
+
+
+@contextmanager
+def in_experts(
+    modules: Iterable[nn.Module],
+    routes: Routes,
+    in_order: Callable[[list[Tensor]], list[Tensor]],
+    restored: Callable[[Tensor], None],
+    sorted_before: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Inside, the rows that `modules` of experts are given are followed while they run, also where they run once more.
+
+    Args:
+        modules: of a model.
+        routes: what is found of their tensors.
+        in_order: of what a module is given, that of which all rows are the examples', one after another.
+        restored: gets what a module gives if its rows are in order.
+        sorted_before: is called where rows had been sorted, or picked, before a module got them.
+    """
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = [a for a in tensors_in(args, kwargs) if a.dim()]
+        known = [a for a in given if routes.of(a) is not None]
+        are_restored = all(map(routes.is_restored, known))
+        if not are_restored and not routes.are_in_experts:
+            sorted_before()
+        # Where some were sorted, in another such module or elsewhere, no others are taken for rows in order.
+        for one in in_order(given) if are_restored else ():
+            if routes.of(one) is None:
+                routes.note(one, routes.in_order(len(one), one.device))
+        with routes.inside_experts(), Following(routes):
+            output = forward(*args, **kwargs)
+        for one in filter(routes.is_restored, tensors_in(output)):
+            restored(one)
+        return output
+
+    with wrapped(filter(may_route, modules), run):
+        yield
+
+
+@contextmanager
+def wrapped(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the `modules` run as `run(forward, *args, **kwargs)`."""
+    several = list(modules)
+    before = [module.__dict__.get("forward") for module in several]
+    try:
+        for module in several:
+            module.__dict__["forward"] = functools.partial(run, module.forward)
+        yield
+    finally:
+        for module, own in zip(several, before, strict=True):
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.__dict__["forward"] = own
+
+
+def may_route(module: nn.Module) -> bool:
+    """Whether a module may hold matrices of experts: some parameter has three axes, and torch does not say what for."""
+    weights = module._modules.get("parametrizations")
+    own = [*module._parameters.values(), *([] if weights is None else weights.parameters())]
+    return any(p is not None and p.dim() == 3 for p in own) and not is_of_torch(module)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether all that a module does is torch's own."""
+    return all(kind.__module__.startswith("torch.") for kind in type(module).__mro__[:-1])

@@ -1,0 +1,64 @@
+"""Which operations work on each row of their first argument by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+# Each row of what they give follows from that row of their first argument, and of others with as many.
+_ELEMENTWISE = frozenset(
+    (
+        *("add", "sub", "mul", "div", "true_divide", "floor_divide", "neg", "pow", "rsqrt", "sqrt", "exp", "log"),
+        *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__floordiv__"),
+        *("__neg__", "__pow__", "__iadd__", "__imul__", "__isub__", "add_", "mul_", "sub_", "div_"),
+        *("silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "leaky_relu", "elu", "hardtanh", "relu6", "mish"),
+        *("logsigmoid", "hardswish", "hardsigmoid", "selu", "celu", "square", "abs", "relu_", "softsign", "relu6_"),
+        *("sin", "cos", "erf", "exp2", "expm1", "log1p", "log2", "reciprocal", "sigmoid_", "tanh_"),
+        *("clamp", "clamp_", "clamp_min", "clamp_max", "minimum", "maximum", "masked_fill", "masked_fill_"),
+        *("to", "type", "float", "half", "bfloat16", "double", "int", "long"),
+        *("type_as", "contiguous", "clone", "detach", "dropout"),
+    )
+)
+_OTHERS = ("expand", "expand_as", "linear", "embedding", "_grouped_mm", "grouped_mm_fallback")
+_NORMS = ("rms_norm", "layer_norm")
+# The same, if it is another axis than the first that they are asked to work along, as the argument of this number.
+_ALONG_OTHERS = {
+    "chunk": 2,
+    "split": 2,
+    "unsqueeze": 1,
+    "squeeze": 1,
+    "glu": 1,
+    "mean": 1,
+    "sum": 1,
+    "softmax": 1,
+    "log_softmax": 1,
+    "flatten": 1,
+}
+_PRODUCTS = ("matmul", "__matmul__", "mm")
+
+
+def is_elementwise(name: str) -> bool:
+    """Whether an operation works on each number by itself, and on those of others that lie beside it."""
+    return name in _ELEMENTWISE or name == "where"
+
+
+def keeps_axes(name: str) -> bool:
+    """Whether what an operation gives has as many axes as its first argument, and as others beside it."""
+    return name not in _ALONG_OTHERS and name != "embedding"
+
+
+def works_by_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether row i of what an operation gives follows from row i of its first argument alone."""
+    source = args[0]
+    if name == "where":  # of one argument it gives places
+        return len(args) + len(kwargs) == 3
+    if name in _PRODUCTS:  # with one matrix for all rows
+        return source.dim() > 1 and len(args) > 1 and isinstance(args[1], Tensor) and args[1].dim() == 2
+    if name in _NORMS:  # over as many of the last axes as they are given sizes
+        return len(args) > 1 and len(args[1]) < source.dim()
+    if name not in _ALONG_OTHERS:
+        return name in _ELEMENTWISE or name in _OTHERS
+    place, dimensions = _ALONG_OTHERS[name], source.dim() + (name == "unsqueeze")
+    axis = kwargs.get("dim", args[place] if len(args) > place else 0)
+    return isinstance(axis, int) and axis % dimensions > 0
