@@ -6,32 +6,24 @@ What preflight certified decides, where there is a certificate; what is left in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_dp.per_example.counts import Counts
-from hf_dp.per_example.following import Following, in_experts, is_of_torch, may_route, wrapped
-from hf_dp.per_example.picked import Picked
-from hf_dp.per_example.routes import Routes
+from hf_dp.per_example.followed_rows import FollowedRows, is_plainly_folded
 from hf_dp.per_example.rule import (
     BY_GRADIENT,
     INFERRED,
-    INFERS,
     MIXED,
     ROUTED,
     SECOND,
     Axis,
     Bound,
-    Readings,
     Rule,
     Use,
     refusal,
 )
-from hf_dp.per_example.watched import WatchedParameter
 
 _PACKED = "it may be packed, with other numbers of rows for each of"
 _SORTED = "call model.set_experts_implementation('grouped_mm'), with which it is known whose each row is"
@@ -44,109 +36,9 @@ _WHOLE = (
 )
 
 
-# Beside which certificates note that rows are picked somewhere, and whose they are is to be followed.
-_ROWS = ("rows", "", 0)
-_INFERRED = Use("rows", "", INFERRED, 0)
-
-
 @dataclass(eq=False)
-class Reader:
-    """Reads the axes of the inputs of one recording of one micro-batch.
-
-    Attributes:
-        batch_size: B.
-        ambiguous_sizes: sizes that other axes have too, or None where readings are certified.
-        readings: what is known of them.
-        counts: what numbers of rows tell of this micro-batch.
-        inferred: what was read as folded, and is no plain view; see `Picked`.
-        routes: whose the rows are that modules of experts sorted.
-    """
-
-    batch_size: int
-    ambiguous_sizes: frozenset[int] | None = None
-    readings: Readings = field(default_factory=dict)
-    inferred: set[Use] = field(default_factory=set)
-    counts: Counts = field(init=False)
-    routes: Routes = field(init=False)
-    _storages: set[int] = field(default_factory=set)
-    _picked: Picked | None = None
-    _has_looked: bool = False
-    _is_followed: bool = False
-    _is_following: bool = False
-
-    def __post_init__(self) -> None:
-        self.counts, self.routes = Counts(self.batch_size), Routes(self.batch_size)
-
-    @contextmanager
-    def followed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside, rows are followed through those `modules` that may sort them by something else than examples.
-
-        Where rows are picked elsewhere, through all: what a checkpoint computes again begins at any of them.
-        """
-        is_first = self.ambiguous_sizes is not None or not self.readings
-        self._is_followed = is_first or self.readings.get(_ROWS) is not None
-        may_sort = list(modules) if is_first or ROUTED in self.readings.values() else []
-
-        def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self._is_following:
-                return forward(*args, **kwargs)
-            with self._following():
-                return forward(*args, **kwargs)
-
-        others = [one for one in may_sort if self._is_followed and not may_route(one) and not is_of_torch(one)]
-        hooks = self._in_order, self._restored, self._follow
-        with in_experts(may_sort, self.routes, *hooks), wrapped(others, run):
-            yield
-
-    @contextmanager
-    def _following(self) -> Iterator[None]:
-        self._is_following = True
-        try:
-            with Following(self.routes, self._entered, self._back_in_order):
-                yield
-        finally:
-            self._is_following = False
-
-    def _entered(self, source: Tensor) -> Tensor | None:
-        """Whose the rows are that are picked of `source`, if they lie in order."""
-        if isinstance(source, (nn.Parameter, WatchedParameter)) or not source.dim():
-            return None
-        if not source.requires_grad:
-            if self._picked is None or not self._picked.is_data(source):
-                return None
-            self.inferred.add(_INFERRED)  # in each step too
-        is_plain = len(source) == self.batch_size or _is_plainly_folded(source, self.batch_size)
-        if not (is_plain and not self._was_picked(source)) and not self._in_order([source]):
-            return None
-        return self.routes.in_order(len(source), source.device)
-
-    def _back_in_order(self, given: Tensor) -> None:
-        """Takes note that rows which were picked are in order again, as they must be in each step."""
-        if self._picked is not None and self._picked.follows_index(given):
-            self._picked.forget(given)
-            self._follow()
-            self.inferred.add(_INFERRED)
-
-    def _follow(self) -> None:
-        """Takes note that rows are to be followed through all modules, in each step."""
-        self.inferred.add(Use(*_ROWS[:2], ROUTED, 0))
-
-    @contextmanager
-    def reading(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside is the forward pass of a micro-batch of these `tensors`."""
-        given = list(tensors)
-        self._storages = {_storage(v) for v in given}
-        self.counts = Counts.of(given, self.batch_size)
-        # To follow each operation takes time, and nothing may follow from it.
-        if not self.readings.get(INFERS, True):
-            yield
-            return
-        self._picked = Picked(given, self.batch_size, self.counts.room)
-        try:
-            with self._picked, self._following() if self._is_followed else nullcontext():
-                yield
-        finally:
-            self._picked, self._has_looked = None, True
+class Reader(FollowedRows):
+    """Reads the axes of the inputs of one recording of one micro-batch."""
 
     def known(self, operation: str, parameters: list[str], given: Tensor | None) -> str | None:
         """How preflight saw such a use read, if it did."""
@@ -176,45 +68,8 @@ class Reader:
             assert bound.input is not None
             self._unreadable(rule.name, bound.input, parameters, _NOT_IN_ORDER)
         if not self.routes.are_in_experts:
-            self._follow()
+            self.follow()
         return Axis(self.batch_size, ROUTED, order)
-
-    def _in_order(self, several: Sequence[Tensor]) -> list[Tensor]:
-        """Those of `several` that have as many rows of each example, one example after another.
-
-        Beside one of which that is known, others with as many rows are taken for such too, unless they were picked.
-        """
-        rows = [one for one in several if one.is_floating_point() and one.dim() > 1]
-        plain = {len(one) for one in rows if _is_plainly_folded(one, self.batch_size)}
-        plain |= {len(one) for one in rows} & {self.batch_size}
-        sizes = plain or {len(one) for one in rows if self._is_in_order(one)}
-        found = [one for one in several if len(one) in sizes and not self._was_picked(one)]
-        if self._picked is not None and any(map(self._picked.follows_index, found)):
-            self.inferred.add(Use("experts", "", INFERRED, 0))
-        return found
-
-    def _is_in_order(self, given: Tensor) -> bool:
-        """Whether its rows are, as `check_folded` has it."""
-        if len(given) % self.batch_size or (self._picked is None and not self._has_looked) or self._was_picked(given):
-            return False
-        is_even = self.counts.is_even(len(given) // self.batch_size, given.shape[1:])
-        if is_even and self._picked is not None:
-            self.inferred.add(Use("experts", "", INFERRED, given.dim()))
-        return is_even
-
-    def _was_picked(self, given: Tensor) -> bool:
-        if self._picked is None:
-            return False
-        has_one = self._picked.has_one_of_each(given)
-        if has_one is None and len(given) != self.batch_size:
-            return self._picked.picked_by(given) is not None
-        return has_one is False
-
-    def _restored(self, given: Tensor) -> None:
-        """Takes note that rows which a module picked are in order again."""
-        if self._picked is not None and self._picked.follows_index(given):
-            self._picked.forget(given)
-            self.inferred.add(Use("experts", "", ROUTED, given.dim()))
 
     def _read(self, rule: Rule, bound: Bound, parameters: list[str]) -> str:
         given = bound.input
@@ -247,7 +102,7 @@ class Reader:
             return found or self._unreadable(rule.name, given, parameters, "its first axis cannot be read as")
         if not found and self.counts.are_uneven_images and given.shape[0] == sum(self.counts.images):
             self._unreadable(rule.name, given, parameters, "its first axis cannot be read as")
-        if found and known == "either" and self.batch_size > 1 and _storage(given) not in self._storages:
+        if found and known == "either" and self.batch_size > 1 and not self.is_of_batch(given):
             self._unreadable(rule.name, given, parameters, "it may be what all examples share, or rows of")
         return found if found and known != "constant" else "constant"
 
@@ -273,14 +128,14 @@ class Reader:
             are_position_ids = given.dim() == 2 and len(given) == 1 and not given.is_floating_point()
             return not are_position_ids
         if axis.reading == "folded":
-            return not _is_plainly_folded(given, self.batch_size)
+            return not is_plainly_folded(given, self.batch_size)
         is_single_position = given.shape[1 : given.dim() - rule.features].numel() == 1
         return is_single_position and not given.requires_grad
 
     def may_be_data(self, operation: str, parameters: list[str], given: Tensor) -> bool:
         """Whether an operand may have a row for each example."""
         known = self.known(operation, parameters, given)
-        is_clear = known not in ("constant", "either") or _storage(given) in self._storages
+        is_clear = known not in ("constant", "either") or self.is_of_batch(given)
         return given.requires_grad or (is_clear and self.example_axis(len(given)) is not None)
 
     def is_constant(self, operation: str, parameters: list[str], other: Tensor) -> bool:
@@ -295,7 +150,7 @@ class Reader:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
         self._check_picked(operation, given, parameters)
-        if _is_plainly_folded(given, self.batch_size):
+        if is_plainly_folded(given, self.batch_size):
             self.counts.add_plain(each, given.shape[1:-1])
         elif given.numel() and self.batch_size > 1:
             what = f"operation {operation} on an input of shape {tuple(given.shape)}"
@@ -341,19 +196,3 @@ class Reader:
     def _way(self) -> str:
         """Out of rows that follow from those which a module of experts picked."""
         return _SORTED if self.routes.were_followed else ""
-
-
-def _is_plainly_folded(given: Tensor, batch_size: int) -> bool:
-    """Whether `given` is a plain view of a tensor (B, ...) whose examples lie one after another in memory."""
-    base = given._base
-    return (
-        base is not None
-        and base.shape[:1] == (batch_size,)
-        and base.stride(0) * batch_size == base.numel() == given.numel()
-        and base.storage_offset() == given.storage_offset()
-        and given.is_contiguous()
-    )
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -132,6 +132,8 @@ class Routes:
         are_pieces = name in PIECES and kwargs.get("dim", args[2] if len(args) > 2 else 0) == 0
         if before is None and enter is not None and (pick is not None or are_pieces or name in _REPEATING):
             before = enter(source)
+        if before is not None and len(before) != len(source) and name not in _VIEWS:  # (1, n, ...)
+            return None
         if before is None and is_elementwise(name):
             before = next((owners for owners in known.values() if owners is not None), None)
         if before is None:

@@ -1,0 +1,174 @@
+"""What is known of the rows of one micro-batch: whether they were picked, whose they are, and how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_dp.per_example.counts import Counts
+from hf_dp.per_example.following import Following, in_experts, is_of_torch, may_route, wrapped
+from hf_dp.per_example.picked import Picked
+from hf_dp.per_example.routes import Routes
+from hf_dp.per_example.rule import INFERRED, INFERS, ROUTED, Readings, Use
+from hf_dp.per_example.watched import WatchedParameter
+
+# Beside which certificates note that rows are picked somewhere, and whose they are is to be followed.
+_ROWS = ("rows", "", 0)
+
+
+@dataclass(eq=False)
+class FollowedRows:
+    """Follows the rows of one micro-batch through its passes, as far as what was certified needs it.
+
+    Attributes:
+        batch_size: B.
+        ambiguous_sizes: sizes that other axes have too, or None where readings are certified.
+        readings: what is known of them.
+        counts: what numbers of rows tell of this micro-batch.
+        inferred: what was read as folded, and is no plain view; see `Picked`.
+        routes: whose the rows are that were picked or sorted.
+    """
+
+    batch_size: int
+    ambiguous_sizes: frozenset[int] | None = None
+    readings: Readings = field(default_factory=dict)
+    inferred: set[Use] = field(default_factory=set)
+    counts: Counts = field(init=False)
+    routes: Routes = field(init=False)
+    _storages: set[int] = field(default_factory=set)
+    _picked: Picked | None = None
+    _has_looked: bool = False
+    _is_followed: bool = False
+    _is_following: bool = False
+
+    def __post_init__(self) -> None:
+        self.counts, self.routes = Counts(self.batch_size), Routes(self.batch_size)
+
+    @contextmanager
+    def followed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside, rows are followed through those `modules` that may sort them by something else than examples.
+
+        Where rows are picked elsewhere, through all: what a checkpoint computes again begins at any of them.
+        """
+        is_first = self.ambiguous_sizes is not None or not self.readings
+        self._is_followed = is_first or self.readings.get(_ROWS) is not None
+        may_sort = list(modules) if is_first or ROUTED in self.readings.values() else []
+
+        def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._is_following:
+                return forward(*args, **kwargs)
+            with self._following():
+                return forward(*args, **kwargs)
+
+        others = [one for one in may_sort if self._is_followed and not may_route(one) and not is_of_torch(one)]
+        hooks = self._in_order, self._restored, self.follow
+        with in_experts(may_sort, self.routes, *hooks), wrapped(others, run):
+            yield
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        self._is_following = True
+        try:
+            with Following(self.routes, self._entered, self._back_in_order):
+                yield
+        finally:
+            self._is_following = False
+
+    def _entered(self, source: Tensor) -> Tensor | None:
+        """Whose the rows are that are picked of `source`, if they lie in order."""
+        if isinstance(source, (nn.Parameter, WatchedParameter)) or not source.dim():
+            return None
+        if not source.requires_grad and (self._picked is None or not self._picked.is_data(source)):
+            return None
+        if self._picked is not None and self._picked.axes.of(source):
+            return None
+        is_plain = len(source) == self.batch_size or is_plainly_folded(source, self.batch_size)
+        if not (is_plain and not self._was_picked(source)) and not self._in_order([source]):
+            return None
+        return self.routes.in_order(len(source), source.device)
+
+    def _back_in_order(self, given: Tensor) -> None:
+        """Takes note that rows which were picked are in order again, as they must be in each step."""
+        if self._picked is not None and self._picked.follows_index(given):
+            self._picked.forget(given)
+            self.follow()
+
+    def follow(self) -> None:
+        """Takes note that rows are to be followed through all modules, in each step, and looked at as in the check."""
+        self.inferred.update(Use(*_ROWS[:2], reading, 0) for reading in (ROUTED, INFERRED))
+
+    def is_of_batch(self, tensor: Tensor) -> bool:
+        """Whether it is a view of what the batch holds."""
+        return _storage(tensor) in self._storages
+
+    @contextmanager
+    def reading(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Inside is the forward pass of a micro-batch of these `tensors`."""
+        given = list(tensors)
+        self._storages = {_storage(v) for v in given}
+        self.counts = Counts.of(given, self.batch_size)
+        # To follow each operation takes time, and nothing may follow from it.
+        self._picked = Picked(given, self.batch_size, self.counts.room) if self.readings.get(INFERS, True) else None
+        try:
+            with self._picked or nullcontext(), self._following() if self._is_followed else nullcontext():
+                yield
+        finally:
+            self._has_looked |= self._picked is not None
+            self._picked = None
+
+    def _in_order(self, several: Sequence[Tensor]) -> list[Tensor]:
+        """Those of `several` that have as many rows of each example, one example after another.
+
+        Beside one of which that is known, others with as many rows are taken for such too, unless they were picked.
+        """
+        rows = [one for one in several if one.is_floating_point() and one.dim() > 1]
+        plain = {len(one) for one in rows if is_plainly_folded(one, self.batch_size)}
+        plain |= {len(one) for one in rows} & {self.batch_size}
+        sizes = plain or {len(one) for one in rows if self._is_in_order(one)}
+        found = [one for one in several if len(one) in sizes and not self._was_picked(one)]
+        if self._picked is not None and any(map(self._picked.follows_index, found)):
+            self.inferred.add(Use("experts", "", INFERRED, 0))
+        return found
+
+    def _is_in_order(self, given: Tensor) -> bool:
+        """Whether its rows are, as `check_folded` has it."""
+        if len(given) % self.batch_size or (self._picked is None and not self._has_looked) or self._was_picked(given):
+            return False
+        is_even = self.counts.is_even(len(given) // self.batch_size, given.shape[1:])
+        if is_even and self._picked is not None:
+            self.inferred.add(Use("experts", "", INFERRED, given.dim()))
+        return is_even
+
+    def _was_picked(self, given: Tensor) -> bool:
+        if self._picked is None:
+            return False
+        has_one = self._picked.has_one_of_each(given)
+        if has_one is None and len(given) != self.batch_size:
+            return self._picked.picked_by(given) is not None
+        return has_one is False
+
+    def _restored(self, given: Tensor) -> None:
+        """Takes note that rows which a module picked are in order again."""
+        if self._picked is not None and self._picked.follows_index(given):
+            self._picked.forget(given)
+            self.inferred.add(Use("experts", "", ROUTED, given.dim()))
+
+
+def is_plainly_folded(given: Tensor, batch_size: int) -> bool:
+    """Whether `given` is a plain view of a tensor (B, ...) whose examples lie one after another in memory."""
+    base = given._base
+    return (
+        base is not None
+        and base.shape[:1] == (batch_size,)
+        and base.stride(0) * batch_size == base.numel() == given.numel()
+        and base.storage_offset() == given.storage_offset()
+        and given.is_contiguous()
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
