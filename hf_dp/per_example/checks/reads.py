@@ -23,6 +23,8 @@ from hf_dp.per_example.checks.values import BIG, NOTHING, OF_MODULES, SERIES, co
 
 # Of a run of hf_dp, which is no object of a user's.
 _STEP = "global_step"
+# Lists that a recurrent layer has of its own parameters, which are looked at as such: training moves them.
+_OF_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 _MOST, _ITEMS, _DEPTH = 8192, 64, 4
 _SETTINGS = (argparse.Namespace, types.SimpleNamespace, LRScheduler)
 
@@ -237,9 +239,16 @@ def _is_same(now: Any, before: Any) -> bool:
         return True
     if isinstance(now, dict) and isinstance(before, dict):
         return now.keys() == before.keys() and all(_is_same(now[name], before[name]) for name in now)
+    if type(now) is type(before) is functools.partial:  # checkpointing that was switched off and on has another one
+        return all(_is_same(*two) for two in zip(_of_partial(now), _of_partial(before), strict=True))
     if is_value(now) and is_value(before):
         return same(now, before)
     return isinstance(now, types.MethodType) and bool(now == before)
+
+
+def _of_partial(value: functools.partial[Any]) -> tuple[Any, dict[int, Any], dict[str, Any]]:
+    """Its function, and what it is called with, by place and by name."""
+    return value.func, dict(enumerate(value.args)), value.keywords
 
 
 def _getter(owner: Any, name: Any) -> Callable[[], Any] | None:
@@ -253,6 +262,8 @@ def _getter(owner: Any, name: Any) -> Callable[[], Any] | None:
     if isinstance(owner, nn.Module):
         is_inherited = hasattr(nn.Module, name) and name not in vars(owner)  # looked at by other means, or no value
         if name in OF_MODULES or name in owner._parameters or name in owner._modules or is_inherited:
+            return None
+        if isinstance(owner, nn.RNNBase) and name in _OF_RECURRENT:
             return None
         if name in owner._buffers:
             return lambda: owner._buffers.get(name, NOTHING)

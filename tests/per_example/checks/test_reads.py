@@ -255,6 +255,40 @@ def test_failure_98_what_no_attribute_tells_is_seen(change: Any, monkeypatch: py
             told["factor"] = 1.0
 
 
+def scaled_by(factor: float, x: Tensor, terms: Any = ()) -> Tensor:
+    return x * factor + sum(terms)
+
+
+def test_a_partial_that_was_made_again_is_no_change() -> None:
+    """As that of checkpointing, which an evaluation switches off and on: all was checked again after each of TRL's."""
+    model = Held()
+    model.extra = functools.partial(scaled_by, 2.0, terms=[1.0])  # type: ignore[method-assign]
+    known = as_read(model)
+    model.extra = functools.partial(scaled_by, 2.0, terms=[1.0])  # type: ignore[method-assign]
+    assert known.changed() is None
+    for other in (
+        functools.partial(scaled_by, 3.0, terms=[1.0]),
+        functools.partial(scaled_by, 2.0, terms=[2.0]),
+        functools.partial(scaled_by, 2.0),
+        functools.partial(lambda factor, x, terms: x, 2.0, terms=[1.0]),
+    ):
+        model.extra = other  # type: ignore[method-assign]
+        assert known.changed() == "extra"
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_the_weights_of_a_recurrent_layer_are_what_training_moves(kind: type[nn.Module]) -> None:
+    """They are in a list of its own besides, and all was checked again before each step."""
+    model = kind(2, 2)
+    memory = Memory(model, lambda x: model(x)[0].sum(1), None)
+    known = AsRead(model, memory.read_by(torch.ones(3, 2)))
+    with torch.no_grad():
+        model.weight_hh_l0.add_(1)  # type: ignore[operator]
+    assert known.changed() is None
+    model.dropout = 0.5  # type: ignore[assignment]
+    assert known.changed() == "dropout"
+
+
 def test_classes_are_as_before_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), reads_of({"": TOLD}):
         raise ZeroDivisionError
