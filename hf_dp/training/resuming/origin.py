@@ -24,8 +24,10 @@ from hf_dp.step.written import stepped_by
 logger = logging.getLogger(__name__)
 
 _FROM_DATA = {"eva", "corda", "lora_ga"}
-# What LoRA begins with as nothing, by init_lora_weights and in the names of parameters.
-_FROM_NOTHING, _NOTHING_YET = {"true", "gaussian", "eva"}, {"lora_B", "lora_embedding_B"}
+# What LoRA begins with as nothing, by init_lora_weights and in the names of parameters: of an embedding it is the other
+# matrix, and of AdaLoRA what stands between the two.
+_FROM_NOTHING, _NOTHING_YET = {"true", "gaussian", "eva"}, {"lora_B", "lora_embedding_A"}
+_NOTHING_YET_IN_ADALORA = {"lora_E"}
 _OTHERS = "where nobody is in both, PrivacyConfig(other_people=True)"
 
 
@@ -130,7 +132,7 @@ def _warn_of_trained_adapters(model: nn.Module, own: Ledger, plan: Plan) -> None
     if own.steps or plan.config.after or plan.config.other_people:
         return
     begun = {
-        name
+        name: _NOTHING_YET_IN_ADALORA if getattr(adapter, "peft_type", None) == "ADALORA" else _NOTHING_YET
         for module in model.modules()
         if isinstance(adapters := getattr(module, "peft_config", None), dict)
         for name, adapter in adapters.items()
@@ -138,7 +140,8 @@ def _warn_of_trained_adapters(model: nn.Module, own: Ledger, plan: Plan) -> None
     }
     for name, p in model.named_parameters() if begun else ():
         words = {*name.split(".")}
-        if not (words & _NOTHING_YET and words & begun) or type(p.data) is not Tensor or p.is_meta or stepped_by(p):
+        is_told = any(words & begun[adapter] for adapter in words & begun.keys())
+        if not is_told or type(p.data) is not Tensor or p.is_meta or stepped_by(p):
             continue
         if bool(p.detach().any()):
             ranks.warn(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -192,6 +192,27 @@ def test_failure_104_an_adapter_that_was_trained_before_is_warned_of(
     warn_of_origin(loaded, None, two[0].ledger, mine)  # this trainer has made steps of its own
     assert "trained before" not in caplog.text
     warn_of_origin(loaded, None, Ledger(), mine)
+    assert "An adapter in this model was trained before" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "nothing"),
+    [
+        (LoraConfig(target_modules=["word_embeddings"], r=2), "lora_embedding_A"),
+        (AdaLoraConfig(target_modules=["q_lin"], init_r=2, total_step=30, tinit=2, tfinal=5), "lora_E"),
+    ],
+    ids=["an embedding", "AdaLoRA"],
+)
+def test_adapters_that_begin_otherwise_were_not_trained_before(
+    config: Any, nothing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of these lora_B, or lora_embedding_B, is not zero from the start."""
+    model, mine = get_peft_model(classifier(), config), plan(tmp_path)
+    warn_of_origin(model, None, Ledger(), mine)
+    assert "trained before" not in caplog.text
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if nothing in name).fill_(0.01)
+    warn_of_origin(model, None, Ledger(), mine)
     assert "An adapter in this model was trained before" in caplog.text
 
 
