@@ -106,7 +106,7 @@ class Source:
 
 def _by_number(folder: str) -> tuple[int, str]:
     number = folder.rpartition("-")[2]
-    return (int(number) if number.isdigit() else -1), folder
+    return (int(number) if number.isdecimal() else -1), folder
 
 
 def open_source(
@@ -135,9 +135,13 @@ def open_source(
 
 
 def _names(directory: Path) -> Iterator[str]:
-    """All that is no directory; a link to one is not looked into."""
+    """All that is no directory; a link to one is not looked into. Where no record lies, which may be a home of millions
+    of files, two folders deep: checkpoints, and their parts."""
+    is_model = os.path.lexists(directory / RECORD_FILE)
     for folder, folders, files in os.walk(directory):
         here = Path(folder)
+        if not is_model and len(here.relative_to(directory).parts) == 2:
+            folders.clear()
         links = [name for name in folders if (here / name).is_symlink()]
         yield from ((here / name).relative_to(directory).as_posix() for name in [*files, *links])
 

@@ -15,6 +15,7 @@ from hf_dp import PrivacyConfig, load_report
 from hf_dp.accounting import Ledger
 from hf_dp.accounting.risk import risk
 from hf_dp.errors import HubError
+from hf_dp.hub import open_source
 from tests.hub.forging import invoke
 from tests.hub.server import TOKEN, Hub
 from tests.training.workbench import make
@@ -30,6 +31,19 @@ def test_what_is_no_place_is_refused(hub: Hub) -> None:
     hub.fail = lambda method, path: "drop"
     with pytest.raises(HubError, match="no folder '.*', and no repository of that name could be read"):
         load_report("someone/nothing")
+
+
+def test_a_folder_without_a_record_is_not_walked_to_its_end(tmp_path: Path) -> None:
+    """It may be somebody's home. Of a model all is listed, since all of it would be loaded, or published."""
+    for folder in ("out/checkpoint-2/parts", "out/checkpoint-²"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "privacy.json").write_text("{}")
+    assert open_source(tmp_path).names == {"out/checkpoint-²/privacy.json"}
+    said = invoke("report", str(tmp_path))
+    assert (said.exit_code, type(said.exception)) == (2, SystemExit)
+    assert "There is one in out/checkpoint-²." in said.stderr.replace("\n", " ")
+    (tmp_path / "privacy.json").write_text("{}")
+    assert "out/checkpoint-2/parts/privacy.json" in open_source(tmp_path).names
 
 
 @pytest.mark.few(18)
