@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_dp.cli.common import NO, AsJson, TextColumn, print_json, refusals, texts_of
+from hf_dp.cli.common import NO, AsJson, TextColumn, print_json, refusals, some, texts_of
 from hf_dp.errors import ConfigurationError
 from hf_dp.figures import lower, percent, upper
 
@@ -24,12 +24,12 @@ def audit(
     ] = None,
     epsilon: Annotated[float, typer.Option(help="What is promised.")] = 4.0,
     delta: Annotated[float, typer.Option(help="Of the promise, and of what is shown.")] = 1e-5,
-    steps: Annotated[int, typer.Option(min=1, help="Of training.")] = 4,
+    steps: Annotated[int, some(help="Of training.")] = 4,
     sampled: Annotated[
         float, typer.Option(help="The share of all units in a step. At 1 attacks are strongest, and more is shown.")
     ] = 1.0,
-    canaries: Annotated[int, typer.Option(min=1, help="With a parameter of their own.")] = 10_000,
-    texts: Annotated[int, typer.Option(min=1, help="Canaries of random tokens.")] = 400,
+    canaries: Annotated[int, some(help="With a parameter of their own.")] = 10_000,
+    texts: Annotated[int, some(help="Canaries of random tokens.")] = 400,
     confidence: Annotated[float, typer.Option(help="Of all that is shown, together.")] = 0.95,
     model: Annotated[
         Path | None, typer.Option(help="Adapters (LoRA) on the language model in this folder, instead of a small one.")
@@ -39,7 +39,7 @@ def audit(
         typer.Option(help="With --model: texts to train on, in a column of CSV, TSV, JSON, JSON lines or parquet."),
     ] = None,
     text_column: TextColumn = "text",
-    examples: Annotated[int, typer.Option(min=1, help="Of --data the first so many.")] = 1000,
+    examples: Annotated[int, some(help="Of --data the first so many.")] = 1000,
     as_json: AsJson = False,
 ) -> None:
     """Attack a training by this library as an outsider would, and hold what is found against its claim.

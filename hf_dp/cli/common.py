@@ -47,8 +47,16 @@ def whole(text: str) -> int:
     raise typer.BadParameter(f"{shortened(text, 100)!r} is no whole number. It is written as 10000, 10_000 or 1e4.")
 
 
-#: An option that is a whole number, and may be a large one.
+def positive(text: str) -> int:
+    """The same, of at least 1."""
+    if (number := whole(text)) < 1:
+        raise typer.BadParameter(f"{number} is not in the range x>=1.")
+    return number
+
+
+#: An option that is a whole number, and may be a large one; the second, of at least 1.
 count = functools.partial(typer.Option, parser=whole, metavar="<int>")
+some = functools.partial(typer.Option, parser=positive, metavar="<int>")
 TextColumn = Annotated[str, typer.Option(help="The column of files that holds the texts.")]
 
 

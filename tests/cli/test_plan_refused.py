@@ -71,3 +71,12 @@ def test_what_is_no_whole_number_is_told_how_one_is_written(typed):
     result = invoke("plan", "--n", typed)
     assert result.exit_code == 2
     assert f"'{typed}' is no whole number. It is written as 10000, 10_000 or 1e4." in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--canaries", "--texts", "--steps", "--examples"])
+def test_audit_reads_whole_numbers_alike(option):
+    read = invoke("audit", option, "1e4", "--model", "nowhere")  # which is asked about after all numbers
+    assert "--model and --data, one without the other." in read.stderr
+    for typed, said in (("0", "0 is not in the range x>=1."), ("ten", "'ten' is no whole number.")):
+        refused = invoke("audit", option, typed)
+        assert (refused.exit_code, said in refused.stderr) == (2, True)
