@@ -30,6 +30,8 @@ _CALLED_HERE = {
     "sample_rate": "sampling_probability",
     "sampling_rate": "sampling_probability",
     "sample_size": "dataset_size",
+    "unit_column": "unit",
+    "user_column": "unit",
     "accounting_mode": "accountant",
 }
 

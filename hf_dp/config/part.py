@@ -13,6 +13,11 @@ from hf_dp.config.names import refuse_unknown
 class PartConfig:
     """The settings of one part."""
 
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        refuse_unknown(cls.__name__, values, known)  # before `__init__`, which would say what is wrong, and no way out
+        return super().__new__(cls)
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """The inverse of `to_dict`.
@@ -20,8 +25,6 @@ class PartConfig:
         Raises:
             ConfigurationError: an unknown field, or a value out of range.
         """
-        known = {item.name for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        refuse_unknown(cls.__name__, values, known)
         return cls(**values)
 
 

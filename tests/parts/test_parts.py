@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
+from hf_dp import OutputBiasConfig, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.parts import table
 from hf_dp.parts.part import Logs, Part, Run, Setting
@@ -71,6 +71,18 @@ def test_a_promise_without_parts_has_none_and_each_part_has_a_field() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [OutputBiasConfig, ReAttentionConfig, SparseEmbeddingConfig])
+def test_a_setting_that_a_part_does_not_have_is_refused_in_words(kind: Any) -> None:
+    first = dataclasses.fields(kind)[0].name
+    for make_it in (lambda values: kind(**values), kind.from_dict):
+        with pytest.raises(
+            ConfigurationError, match=f"{kind.__name__} got '{first}s', which it does not have."
+        ) as told:
+            make_it({f"{first}s": 1})
+        assert f"give {first} for '{first}s'." in str(told.value)
+    assert dataclasses.replace(kind()) == kind() == kind.from_dict(kind().to_dict())
+
+
 def test_hooks_come_in_the_order_of_a_training(tmp_path: Path, witnessed: type[Witness]) -> None:
     trainer = make(tmp_path, max_steps=2, logging_steps=2)
     trainer.train()
