@@ -142,8 +142,9 @@ def check_sizes(
         raise ConfigurationError(
             f"an expected batch of {expected_batch_size} from a training dataset of {dataset_size} {of}.",
             why=f"each of the {of} would be drawn with a probability above 1.",
-            fix="lower per_device_train_batch_size x gradient_accumulation_steps x processes to at most "
-            f"{dataset_size} (privacy is better the smaller it is beside the data), or use more data.",
+            fix="lower per_device_train_batch_size x gradient_accumulation_steps x processes (of a PrivateRun "
+            f"expected_batch_size) to at most {dataset_size} (privacy is better the smaller it is beside the "
+            "data), or use more data.",
         )
     if steps_per_epoch is not None and steps_per_epoch < 1:
         raise ConfigurationError(

@@ -39,6 +39,28 @@ class LogicalBatch:
     keys = items = values = get = to = __getitem__ = __iter__ = _refused
 
 
+class MeanLoss(float):
+    """What `PrivateRun.step` returns: a number, of a backward pass that was made."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused (`ConfigurationError`)."""
+        raise ConfigurationError(
+            "backward() of what step() returned.",
+            why="it is the mean loss, a number for the log: step() has made the backward pass, clipped, added noise "
+            "and written the gradients.",
+            fix="leave it out: run.step(batch), then optimizer.step().",
+        )
+
+
+def refuse_as_loop(run: Any) -> NoReturn:
+    """Refuses to go through a run itself (`ConfigurationError`)."""
+    raise ConfigurationError(
+        "a PrivateRun as what is looped over.",
+        why="it is the whole training; its batches are drawn once it has begun.",
+        fix="call run.begin(optimizer), and write `for batch in run.batches()`.",
+    )
+
+
 class DrawOrder:
     """Which draws a Trainer's loop has used: each is for one step, and none comes back."""
 

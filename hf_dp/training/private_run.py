@@ -27,7 +27,7 @@ from hf_dp.per_example import RULES, Rule
 from hf_dp.per_example.batch import LossFunction
 from hf_dp.per_example.checks.preflight import check_modules
 from hf_dp.training.engine import Engine
-from hf_dp.training.loop_order import LogicalBatch, LoopOrder, items_of_epoch
+from hf_dp.training.loop_order import LogicalBatch, LoopOrder, MeanLoss, items_of_epoch, refuse_as_loop
 from hf_dp.training.planned import check_data, check_privacy, check_ranks, planned, records_before, rows_and_units
 from hf_dp.training.refusals import refuse_no_output_dir, refuse_own_optimizer, refuse_own_settings, unwrapped
 from hf_dp.training.resuming.checkpoints import others_named, refuse_files_in_the_way
@@ -37,6 +37,7 @@ from hf_dp.training.resuming.own_checkpoints import found_checkpoint, read_into,
 from hf_dp.training.resuming.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
 from hf_dp.training.saving import claim, refuse_unclaimed, write_claim
+from hf_dp.training.signature import all_given
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,9 @@ class PrivateRun:
         ConfigurationError, UnsupportedModelError: data, a model or settings that would break the promise.
     """
 
+    __iter__ = refuse_as_loop
+
+    @all_given
     def __init__(
         self,
         model: nn.Module,
@@ -94,8 +98,8 @@ class PrivateRun:
         check_privacy(privacy)
         sizes = {"expected_batch_size": expected_batch_size, "micro_batch_size": micro_batch_size, "steps": steps}
         cap = {"max_tokens_per_micro_batch": max_tokens_per_micro_batch}
-        self._output_dir = refuse_own_settings(sizes, options, output_dir)
-        self.model, self.privacy, self._step = unwrapped(model), privacy, 0
+        self._output_dir = refuse_own_settings(sizes, options, output_dir, loss)
+        self.model, self.privacy, self._step, self._micro_batch_size = unwrapped(model), privacy, 0, micro_batch_size
         for part in parts_of(privacy).values():
             part.refuse(Setting(privacy))
         with ranks.together():
@@ -115,7 +119,6 @@ class PrivateRun:
         known = known_loss_check(self.model) if loss is per_example_losses else None
         engine = Engine(self.model, loss, self._loader, prepare, padding, rules, known)
         self._run, self._dataset, self._tokenizer = Run(plan, engine, tokenizer=tokenizer), dataset, tokenizer
-        self._micro_batch_size = micro_batch_size
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._generators: dict[str, Any] = {}
@@ -144,10 +147,7 @@ class PrivateRun:
         return self._run.make_optimizer(lambda: make([p for p in self.model.parameters() if p.requires_grad]), None)
 
     def begin(
-        self,
-        optimizer: Any,
-        scheduler: Any = None,
-        resume_from_checkpoint: str | os.PathLike[str] | bool | None = None,
+        self, optimizer: Any, scheduler: Any = None, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None
     ) -> None:
         """Checks everything, and spends nothing but what parts release; or goes on from a checkpoint.
 
@@ -238,7 +238,7 @@ class PrivateRun:
             self.model.train()
             mean = self._run.step(item).mean_loss
             self._step += 1
-        return 0.0 if self._run.plan.config.withhold_non_private_logs else mean
+        return MeanLoss(0.0 if self._run.plan.config.withhold_non_private_logs else mean)
 
     def _after_optimizer_step(self) -> None:
         """Called by the optimizer itself, before anything else can change its rates or the gradients."""

@@ -1,15 +1,53 @@
-"""What an editor and `help` are told of a trainer's arguments: those of the trainer behind it, and the promise."""
+"""What an editor and `help` are told of a trainer's arguments: those of the trainer behind it, and the promise; and
+what is said where one is missing."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar, cast
 
 from transformers import Trainer
 
 from hf_dp.errors import ConfigurationError
 
 OURS = ("privacy", "max_tokens_per_micro_batch")
+# What may be given for arguments without a default.
+_SUCH_AS = {
+    "privacy": "PrivacyConfig(target_epsilon=8.0)",
+    "collate": "DataCollatorWithPadding(tokenizer)",
+    "expected_batch_size": "512",
+    "micro_batch_size": "16",
+    "steps": "100",
+}
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+Made = TypeVar("Made", bound=Callable[..., None])
+
+
+def all_given(made: Made) -> Made:
+    """An `__init__` that says of arguments which it lacks what they may be; Python would name them alone.
+
+    Raises:
+        ConfigurationError: with all of them.
+    """
+    told = inspect.signature(made)
+    needed = {name for name, one in told.parameters.items() if one.default is one.empty and one.kind not in _ANY}
+
+    @functools.wraps(made)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        with suppress(TypeError):  # of arguments that there are not: it is raised again below
+            given = told.bind_partial(self, *args, **kwargs).arguments
+            if missing := [name for name in told.parameters if name in needed - given.keys()]:
+                raise ConfigurationError(
+                    f"{type(self).__name__} without {', '.join(missing)}.",
+                    why="what the guarantee follows from has no default, and is not guessed.",
+                    fix=f"give {', '.join(f'{name}={_SUCH_AS.get(name)}' for name in missing)}, for example.",
+                )
+        made(self, *args, **kwargs)
+
+    return cast("Made", call)
 
 
 def tell(kind: type, mixin: type) -> None:

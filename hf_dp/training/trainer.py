@@ -44,7 +44,7 @@ from hf_dp.training.resuming.output_lock import alone_in, warn_of_others
 from hf_dp.training.resuming.restoring import RestoringMixin, refuse_half
 from hf_dp.training.resuming.resume import Fingerprints, SavedRun, note_trained_by
 from hf_dp.training.run import Run
-from hf_dp.training.signature import tell
+from hf_dp.training.signature import all_given, tell
 
 
 class DPTrainerMixin(
@@ -76,6 +76,7 @@ class DPTrainerMixin(
         super().__init_subclass__(**kwargs)
         tell(cls, DPTrainerMixin)
 
+    @all_given
     def __init__(
         self, *args: Any, privacy: PrivacyConfig, max_tokens_per_micro_batch: int | None = None, **kwargs: Any
     ) -> None:
@@ -239,8 +240,7 @@ class DPTrainerMixin(
             )
         refuse_changed_steps(self.args)
         model.train()
-        switch = getattr(self.optimizer, "train", None)
-        if callable(switch):
+        if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
         run.engine.model = same_model(self.accelerator.unwrap_model(model), self._module)
         mean = run.step(self._draws.used(inputs)).mean_loss

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import hf_dp.ranks as ranks
+from hf_dp import PrivateRun
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.step.clipped_sum import ClippedSum
 from hf_dp.step.written import WrittenGradients
@@ -304,3 +305,29 @@ def test_a_kind_of_wrapper_is_refused_too() -> None:
 def test_what_is_no_folder_is_refused(output_dir: Any) -> None:
     with pytest.raises(ConfigurationError, match="output_dir="):
         a_run(classifier(), output_dir=output_dir)
+
+
+def test_a_loop_as_it_is_written_without_privacy_is_told_how_it_is_written_here() -> None:
+    _, run, _, _, _ = after_one_step()
+    with pytest.raises(ConfigurationError, match=r"for batch in run.batches\(\)"):
+        iter(run)
+    model = classifier(n_layers=1)
+    run = a_run(model, steps=3)
+    run.begin(torch.optim.SGD(model.parameters(), lr=0.1))
+    mean = run.step(next(run.batches()))
+    assert isinstance(mean, float)
+    with pytest.raises(ConfigurationError, match=r"backward\(\) of what step\(\) returned."):
+        mean.backward()  # type: ignore[attr-defined]
+
+
+def test_a_run_that_lacks_something_is_told_what() -> None:
+    needed = "privacy, collate, expected_batch_size, micro_batch_size, steps"
+    with pytest.raises(ConfigurationError, match=f"PrivateRun without {needed}.") as told:
+        PrivateRun(classifier(), rows())  # type: ignore[call-arg]
+    assert "privacy=PrivacyConfig(target_epsilon=8.0), collate=" in str(told.value)
+    with pytest.raises(ConfigurationError, match="loss=None."):
+        a_run(classifier(), loss=None)
+    with pytest.raises(ConfigurationError, match=r"\(of a PrivateRun expected_batch_size\) to at most"):
+        a_run(classifier(), expected_batch_size=10_000)
+    with pytest.raises(TypeError, match="positional"):
+        PrivateRun(*range(9))  # type: ignore[arg-type, misc]

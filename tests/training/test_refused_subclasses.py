@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DistilBertForSequenceClassification, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import (
+    DistilBertForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_dp import DPTrainer
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
@@ -172,6 +178,18 @@ def test_what_is_no_training_arguments(tmp_path: Path) -> None:
     given: dict[str, Any] = {"model": classifier(), "args": str(tmp_path), "train_dataset": rows()}
     with pytest.raises(ConfigurationError, match=r"^args=.*, which is no TrainingArguments"):
         DPTrainer(**given, privacy=private())
+
+
+def test_an_argument_that_is_missing_or_has_another_name_now(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"model": classifier(), "args": TrainingArguments(str(tmp_path)), "train_dataset": rows()}
+    with pytest.raises(ConfigurationError, match="DPTrainer without privacy.") as caught:
+        DPTrainer(**given)
+    assert "give privacy=PrivacyConfig(target_epsilon=8.0)" in caught.value.fix
+    with pytest.raises(ConfigurationError, match="tokenizer=, which trainers do not have any more.") as caught:
+        DPTrainer(**given, privacy=private(), tokenizer=None)
+    assert "processing_class=" in caught.value.fix
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_seq_length'"):
+        DPTrainer(**{**given, "model": "a name"}, privacy=private(), max_seq_length=5)
 
 
 class Named(Trainer):

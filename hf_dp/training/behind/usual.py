@@ -30,19 +30,27 @@ class Usual:
         self.trainer = trainer
 
     @contextmanager
-    def making(self, model: Any = None, *_: Any, args: Any = None, **__: Any) -> Iterator[None]:
+    def making(self, model: Any = None, *_: Any, args: Any = None, **others: Any) -> Iterator[None]:
         """Around the trainer's own `__init__`, which is given the same: where it fails of that, says of what.
 
         A trainer of one's own may make a model of a name, so nothing is refused beforehand.
 
         Raises:
-            ConfigurationError: the model is none, or the arguments are.
+            ConfigurationError: the model is none, or the arguments are, or one has another name now.
         """
         try:
             yield
         except HfDpError:
             raise
         except (AttributeError, TypeError) as error:
+            if "tokenizer" in others:  # as Transformers 4 called it
+                raise ConfigurationError(
+                    "tokenizer=, which trainers do not have any more.",
+                    why="it is saved with the model, and may make the collator.",
+                    fix="pass it as processing_class=.",
+                ) from error
+            if "unexpected keyword argument" in str(error):
+                raise
             if model is not None and not isinstance(model, nn.Module):
                 raise ConfigurationError(
                     f"model={shown(model)}, which is no torch module.",

@@ -32,13 +32,16 @@ _OPTIONS = {
 }
 
 
-def refuse_own_settings(sizes: Mapping[str, Any], options: Mapping[str, Any], output_dir: Any) -> Path | None:
+def refuse_own_settings(
+    sizes: Mapping[str, Any], options: Mapping[str, Any], output_dir: Any, loss: Any
+) -> Path | None:
     """Refuses settings of a loop of one's own (`ConfigurationError`).
 
     Args:
         sizes: numbers of examples and steps.
         options: of `DataLoader`, of which none may draw or order batches otherwise.
         output_dir: for checkpoints.
+        loss: a function, of which nothing else is known yet.
 
     Returns:
         The folder for these, if there shall be any.
@@ -46,6 +49,13 @@ def refuse_own_settings(sizes: Mapping[str, Any], options: Mapping[str, Any], ou
     _refuse_sizes(sizes)
     _refuse_options(options)
     _refuse_processes()
+    if not callable(loss):
+        raise ConfigurationError(
+            f"loss={shown(loss)}.",
+            why="it is called for each micro-batch, and clipping needs each example's own loss.",
+            fix="give a function loss(model, batch) that returns one loss for each example, or leave it out for that "
+            "of the model's own kind.",
+        )
     if output_dir is None or (isinstance(output_dir, (str, os.PathLike)) and str(output_dir)):
         return None if output_dir is None else Path(output_dir)
     raise ConfigurationError(
