@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,15 @@ def test_what_is_no_pairs_own(tmp_path: Path, options: dict[str, Any], words: st
     assert words in caught.value.found
     assert caught.value.why
     assert caught.value.fix
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_reference_of_a_model_that_was_read_from_nowhere(tmp_path: Path) -> None:
+    model = a_model()
+    with pytest.raises(ConfigurationError, match="read from nowhere .*, without ref_model.") as caught:
+        make(tmp_path, model=model, precompute_ref_log_probs=False)
+    assert "ref_model=copy.deepcopy(model)" in caught.value.fix
+    make(tmp_path, model=model, ref_model=copy.deepcopy(model), precompute_ref_log_probs=False).train()
 
 
 def test_failure_81_references_of_pairs_of_other_widths(tmp_path: Path) -> None:

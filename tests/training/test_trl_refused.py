@@ -47,6 +47,7 @@ def packed() -> Dataset:
         ({"packing": True, "packing_strategy": "wrapped"}, "packing=True"),
         ({"train_dataset": packed(), "assistant_only_loss": False}, "'seq_lengths'"),
         ({"padding_free": True, "max_length": None}, "padding_free=True"),
+        ({"padding_free": True}, "padding_free=True"),
         ({"loss_type": "dft"}, "loss_type='dft'"),
         ({"activation_offloading": True}, "activation_offloading=True"),
         ({"model_init_kwargs": {"use_kernels": True}}, "'use_kernels': True"),

@@ -6,8 +6,8 @@ each is made of its own pair and of a model that is public, or was released, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +38,21 @@ class Dpo(Pairs):
     """Of DPOTrainer."""
 
     name = "DPOTrainer"
+
+    @contextmanager
+    def making(self, model: Any = None, *others: Any, **options: Any) -> Iterator[None]:
+        with super().making(model, *others, **options):
+            try:
+                yield
+            except OSError as error:
+                if getattr(getattr(model, "config", None), "_name_or_path", None) != "":
+                    raise
+                raise ConfigurationError(
+                    "DPOTrainer with a model that was read from nowhere (made from a config, say), without ref_model.",
+                    why="the reference is the model before training, which TRL reads from where the model was read.",
+                    fix="give ref_model=copy.deepcopy(model), or adapters (peft_config=LoraConfig(...)), beside which "
+                    "the model is its own reference, as with DPOConfig(precompute_ref_log_probs=True).",
+                ) from error
 
     def beside(self) -> Sequence[nn.Module]:
         return () if self.trainer.ref_model is None else (self.trainer.ref_model,)

@@ -16,6 +16,9 @@ from hf_dp.figures import row_in_words
 from hf_dp.training.behind.trl import Conflicts, Trl
 
 _IGNORED = -100
+_ONE_ROW = "an example must be a row of its own to be clipped; several in one row would be clipped together."
+_LEAVE_OUT = "leave it out; micro-batches of similar lengths have little padding."
+_PADDING_FREE = "padding_free=True.", _ONE_ROW, _LEAVE_OUT
 
 
 class Sft(Trl):
@@ -29,6 +32,8 @@ class Sft(Trl):
             try:
                 yield
             except ValueError as error:
+                if "`padding_free=True`" in str(error):  # whose ways out are packing, or no end
+                    raise ConfigurationError(_PADDING_FREE[0], why=_PADDING_FREE[1], fix=_PADDING_FREE[2]) from error
                 if "not training-compatible" not in str(error):
                     raise
                 raise ConfigurationError(
@@ -47,13 +52,12 @@ class Sft(Trl):
 
     def conflicts(self, own_loss: bool) -> Conflicts:
         trainer, args = self.trainer, self.trainer.args
-        one_row = "an example must be a row of its own to be clipped; several in one row would be clipped together."
         if args.packing:
-            yield "packing=True.", one_row, "leave it out; micro-batches of similar lengths have little padding."
+            yield "packing=True.", _ONE_ROW, _LEAVE_OUT
         if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or ()):
-            yield "packed rows (train_dataset has the column 'seq_lengths').", one_row, "pass one example in each row."
+            yield "packed rows (train_dataset has the column 'seq_lengths').", _ONE_ROW, "pass one example in each row."
         if trainer.padding_free:
-            yield "padding_free=True.", one_row, "leave it out; micro-batches of similar lengths have little padding."
+            yield _PADDING_FREE
         if args.loss_type != "nll" and not own_loss:
             yield (
                 f"loss_type={args.loss_type!r}.",
