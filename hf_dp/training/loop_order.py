@@ -42,6 +42,9 @@ class LogicalBatch:
 class MeanLoss(float):
     """What `PrivateRun.step` returns: a number, of a backward pass that was made."""
 
+    def __truediv__(self, number: float) -> MeanLoss:  # as accelerate's backward() begins
+        return MeanLoss(float(self) / number)
+
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused (`ConfigurationError`)."""
         raise ConfigurationError(

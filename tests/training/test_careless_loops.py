@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -318,6 +319,8 @@ def test_a_loop_as_it_is_written_without_privacy_is_told_how_it_is_written_here(
     assert isinstance(mean, float)
     with pytest.raises(ConfigurationError, match=r"backward\(\) of what step\(\) returned."):
         mean.backward()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigurationError, match=r"backward\(\) of what step\(\) returned."):
+        Accelerator(cpu=True).backward(mean)
 
 
 def test_a_run_that_lacks_something_is_told_what() -> None:
