@@ -11,6 +11,7 @@ class Corrections:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, int]] = {}
+        # Of each layer two: with what is no number, and of numbers alone.
         self._largest: dict[str, Tensor] = {}
 
     def note(self, name: str, of_heads: Tensor) -> None:
@@ -20,7 +21,7 @@ class Corrections:
         self._sums[name] = total + mean, count + 1
         # Evaluation makes no gradients, and what it is corrected by says nothing of a step.
         if torch.is_grad_enabled():
-            largest = of_heads.amax()
+            largest = torch.stack([of_heads.amax(), of_heads.where(of_heads.isfinite(), 0.0).amax()])
             self._largest[name] = torch.maximum(self._largest.get(name, largest), largest)
 
     def take_means(self) -> dict[str, float]:
@@ -28,9 +29,12 @@ class Corrections:
         sums, self._sums = self._sums, {}
         return {name: float(total) / count for name, (total, count) in sums.items()}
 
-    def take_largest(self) -> dict[str, float]:
-        """The largest of an example's head in a pass with gradients since it was last taken; NaN if one was none."""
+    def take_largest(self, *, of_numbers: bool = False) -> dict[str, float]:
+        """The largest of an example's head in a pass with gradients since it was last taken; NaN if one was none, or,
+        `of_numbers`, of those that were one."""
         largest, self._largest = self._largest, {}
         device = next((value.device for value in largest.values()), None)
-        values = torch.stack([value.to(device) for value in largest.values()]).tolist() if largest else []
+        values = (
+            torch.stack([value[int(of_numbers)].to(device) for value in largest.values()]).tolist() if largest else []
+        )
         return dict(zip(largest, values, strict=True))

@@ -83,8 +83,9 @@ class AttentionNoise(Part):
     def checked(self, run: Run) -> None:
         """Refuses corrections that were too large in the check (`ConfigurationError`)."""
         if self._config.error == "paper":
-            # The check has seen them with the noise of dense parameters, and rare rows will have more.
-            self._refuse_large("Nothing was spent.")
+            # The check has seen them with the noise of dense parameters, and rare rows will have more. It has put rows
+            # without numbers beside others, too, where an input has room for them, as pictures have.
+            self._refuse_large("Nothing was spent.", of_numbers=True)
 
     def begin(self, run: Run, checkpoint: Path | None, earlier: Self | None) -> None:
         """Gives each parameter its own noise. In a second training of a model that of the first is still there.
@@ -170,8 +171,8 @@ class AttentionNoise(Part):
         """Plain attention again."""
         remove_re_attention(model)
 
-    def _refuse_large(self, spent: str) -> None:
-        for name, correction in self.attention.corrections.take_largest().items():
+    def _refuse_large(self, spent: str, *, of_numbers: bool = False) -> None:
+        for name, correction in self.attention.corrections.take_largest(of_numbers=of_numbers).items():
             if not correction <= _LARGEST:
                 raise ConfigurationError(
                     f"Re-Attention corrects the scores of {name} of an example by {correction:.3g} on average.",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, default_data_collator
 
 from hf_dp import ReAttentionConfig
 from hf_dp.errors import ConfigurationError
@@ -17,7 +17,8 @@ from hf_dp.hub import verify
 from hf_dp.parts.re_attention import installed
 from tests.architectures import VOCABULARY
 from tests.parts.re_attention.budget import budgeted
-from tests.training.workbench import EXPECTED, make, parameters, private, rows, same
+from tests.training.workbench import EXPECTED, ROWS, make, parameters, private, rows, same
+from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -140,3 +141,14 @@ def test_corrections_that_are_too_large_in_the_check_before_the_first_step_cost_
         trainer.train()
     assert not trainer.ledger.entries
     assert installed(trainer.model) is None
+
+
+@pytest.mark.checked_anew
+def test_what_a_check_puts_in_place_of_pictures_is_no_correction_of_theirs(tmp_path: Path) -> None:
+    """It puts NaN there; what the model makes of a picture has numbers."""
+    pictures = [{"pixel_values": torch.randn(3, 12, 12), "labels": i % 3} for i in range(ROWS)]
+    privacy = private(re_attention=ReAttentionConfig(token_frequencies="uniform"))
+    parts = {"train_dataset": pictures, "data_collator": default_data_collator}
+    trainer = make(tmp_path, tiny("vit", "image", torch.float32), privacy=privacy, parts=parts, max_steps=1)
+    trainer.train()
+    assert trainer.ledger.steps == 1
