@@ -124,7 +124,8 @@ def is_along(place: Place, args: Sequence[Any], kwargs: Any, source: Tensor, axi
     if not place:
         return True
     position, default = place
-    found = next((kwargs[n] for n in ("dim", "axis", "dims") if n in kwargs), None)
+    # It is a `dimension` of `Tensor.unfold`.
+    found = next((kwargs[n] for n in ("dim", "axis", "dims", "dimension") if n in kwargs), None)
     if found is None:
         found = args[position] if len(args) > position else default
     several = found if isinstance(found, (tuple, list)) else [found]

@@ -251,6 +251,8 @@ def test_the_last_token_of_sequences_whose_examples_are_second() -> None:
         (lambda x: torch.cat([torch.tensor([]), x], dim=-2), None),
         (lambda x: torch.cat([x[:, :1], x], dim=1), None),
         (lambda x: x.gather(1, torch.zeros(3, 1, 4, dtype=torch.long)), None),
+        (lambda x: x.unfold(dimension=-2, size=2, step=1), None),
+        (lambda x: x.unfold(dimension=0, size=1, step=1), False),
     ],
 )
 def test_what_is_known_of_rows(pick: Callable[[Tensor], Tensor], is_one: bool | None) -> None:
