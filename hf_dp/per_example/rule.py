@@ -97,7 +97,8 @@ class Axis(NamedTuple):
     def as_before(self, tensor: Tensor) -> Tensor:
         """What a rule gave, laid out like the input."""
         if self.reading == SECOND:
-            return tensor.transpose(0, 1)
+            # Contiguous, as torch would have given it: models take its first two axes for one with `view`.
+            return tensor.transpose(0, 1).contiguous()
         return tensor if self.order is None else tensor[self.order.back]
 
     def rows(self, tensor: Tensor) -> Tensor:

@@ -22,6 +22,11 @@ def _ids(x: Tensor) -> Tensor:
     return (x.detach()[..., 0] * 9).long() % 7
 
 
+def _heads(x: Tensor) -> Tensor:
+    """Of (T, B, d), as fairseq's attention has them: no copy is made."""
+    return x.view(len(x), -1, 2).softmax(-1).view(x.shape)
+
+
 _MODELS: dict[str, Small] = {
     "linear": Small(_turned(lambda m, x: m.two(m.one(x).cos())), one=nn.Linear(4, 6), two=nn.Linear(6, 4)),
     "norms": Small(
@@ -54,6 +59,12 @@ _MODELS: dict[str, Small] = {
         table=nn.Embedding(9, 4),
     ),
     "a vector": Small(_turned(lambda m, x: (m.one(x) @ m.w).cos()), one=nn.Linear(4, 3), w=parameter(3)),
+    "heads of all examples, as one view": Small(
+        _turned(lambda m, x: _heads(m.norm(m.one(x))) + _heads(F.embedding(_ids(x), m.w))),
+        one=nn.Linear(4, 4),
+        norm=nn.LayerNorm(4),
+        w=parameter(7, 4),
+    ),
     "encoder": Small(_turned(lambda m, x: m.layer(x)), layer=nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0)),
     "decoder": Small(
         _turned(lambda m, x: m.layer(m.one(x), x.cos())),
