@@ -228,6 +228,30 @@ def _distances(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None)
     return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2, p, -1)
 
 
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
+    """With no length below `eps`, as torch takes them."""
+    dimensions = max(x1.dim(), x2.dim())
+    axis = dim - dimensions if dim >= 0 else dim  # of what both become together, so counted from the end
+    if -axis > min(x1.dim(), x2.dim()) or x1.shape[axis] != x2.shape[axis]:
+        return NotImplemented
+    one, other = (x / torch.linalg.vector_norm(x, dim=axis, keepdim=True).clamp_min(eps) for x in (x1, x2))
+    return (one * other).sum(axis)
+
+
+def _rows(input: Tensor, dim: int, index: Tensor) -> Any:
+    """Rows of a table, by their numbers."""
+    if not isinstance(input, WatchedParameter) or dim % input.dim() or index.dim() != 1:
+        return NotImplemented
+    return input[index]
+
+
+def _copies(input: Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+    """Of what has one entry along the first axis."""
+    if not isinstance(repeats, int) or dim is None or not input.dim() or dim % input.dim() or len(input) != 1:
+        return NotImplemented
+    return input.expand(repeats, *input.shape[1:])
+
+
 #: operation -> the same by other operations, or NotImplemented for arguments that it does not know.
 COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -242,6 +266,9 @@ COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         F.instance_norm: _instance_norm,
         F.batch_norm: _batch_norm,
         torch.cdist: _distances,
+        F.cosine_similarity: _cosine_similarity,
+        **dict.fromkeys((torch.index_select, torch.Tensor.index_select), _rows),
+        **dict.fromkeys((torch.repeat_interleave, torch.Tensor.repeat_interleave), _copies),
         **LAYERS,
     }
 )

@@ -131,7 +131,7 @@ ELEMENTWISE: Mapping[Any, Rule] = MappingProxyType(
     {
         **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _MULTIPLY),
         **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__), _ADD),
-        torch.Tensor.expand: _EXPAND,
+        **dict.fromkeys((torch.Tensor.expand, torch.Tensor.broadcast_to, torch.broadcast_to), _EXPAND),
         torch.Tensor.expand_as: replace(_EXPAND, bind=_bind_expand_as),
         **dict.fromkeys((torch.Tensor.repeat, torch.Tensor.tile, torch.tile), _REPEAT),
     }

@@ -104,6 +104,31 @@ _MODELS: dict[str, Small] = {
         w=parameter(2, 2, 3),
         b=parameter(2, 3),
     ),
+    "cosines to prototypes": Small(
+        lambda m, x: F.cosine_similarity(m.w, m.first(x).unsqueeze(-2), dim=3),
+        first=nn.Linear(4, 3),
+        w=parameter(5, 3),
+    ),
+    "cosines, of no length": Small(
+        lambda m, x: F.cosine_similarity(x * (x > 0).all(-1, keepdim=True), m.w, -1, 1.5) + m.v, w=parameter(4),
+        v=parameter(6),
+    ),
+    "rows of a table": Small(
+        lambda m, x: m.w.index_select(0, _ids(x[..., 0]).flatten()).view_as(x).cos() * m.v.index_select(
+            -2, torch.arange(6)),
+        w=parameter(7, 4),
+        v=parameter(8, 4),
+    ),
+    "tokens, broadcast": Small(
+        lambda m, x: torch.cat([x, m.w.broadcast_to(len(x), 2, 4), torch.broadcast_to(m.v, (len(x), 2, 4))], 1).cos(),
+        w=parameter(1, 2, 4),
+        v=parameter(4),
+    ),
+    "tokens, repeated": Small(
+        lambda m, x: torch.cat([x, m.w.repeat_interleave(len(x), dim=0)], 1).cos() + m.v.repeat_interleave(2, 0),
+        w=parameter(1, 2, 4),
+        v=parameter(2),
+    ),
     "lerp": Small(lambda m, x: torch.lerp(x, m.w, m.s.sigmoid()), w=parameter(4), s=parameter()),
     "addcmul": Small(lambda m, x: torch.addcmul(x, m.w, x.cos(), value=2), w=parameter(4)),
     "addcdiv": Small(lambda m, x: torch.addcdiv(m.w, x, m.v.exp()), w=parameter(4), v=parameter(6, 1)),
