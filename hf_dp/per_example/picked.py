@@ -56,6 +56,8 @@ class Picked(TorchFunctionMode):
         # What follows from rows that were picked, be they as many of each or not; and whose those of pieces are.
         self._indexed: Any = WeakIdKeyDictionary()
         self._owners: Any = WeakIdKeyDictionary()
+        # All numbers of examples, in order, as a model counted them: which version of it that is.
+        self._counted: Any = WeakIdKeyDictionary()
         # Of what the operation at hand was given, for what is computed on the way to its result.
         self._within: tuple[str | None, bool | None] = None, None
         self._batch_size, self._images = batch_size, images
@@ -78,6 +80,8 @@ class Picked(TorchFunctionMode):
         finally:
             self._within = before
         with torch._C.DisableTorchFunction():
+            if func is torch.arange and args == (self._batch_size,) and not kwargs.keys() - {"device", "dtype"}:
+                self._counted.update(() if output.is_inference() else ((output, output._version),))
             if data := [one for one in given if self.is_data(one)]:
                 self._follow(Operation.of(func, args, kwargs, output), given, data, known, by)
         return output
@@ -260,6 +264,8 @@ class Picked(TorchFunctionMode):
             return False
         if len(source) != size and source in self._picked:  # of which nobody knows whose they are
             return False
+        if len(source) == size and self._is_each_own(op):
+            return True
         first = torch.arange(size, device=source.device)[:, None]
         # Of sequences (T, B, ...) the examples are second.
         for axis in [0] * (len(source) % size == 0) + [1] * (source.shape[1:2] == (size,)):
@@ -267,6 +273,15 @@ class Picked(TorchFunctionMode):
             if all(bool((one.reshape(size, -1) == first).all()) for one in found):
                 return True
         return False
+
+    def _is_each_own(self, op: Operation) -> bool:
+        """Whether something of each is taken, by `x[torch.arange(B), ...]`: no device is waited for to see it."""
+        parts = op.args[1] if op.name == "__getitem__" else ()
+        if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], Tensor):
+            return False
+        are_rows = all(part.dim() == 1 and not is_mask(part) for part in tensors_in(parts))
+        others = all(isinstance(part, (Tensor, int, slice)) and not isinstance(part, bool) for part in parts)
+        return are_rows and others and self._counted.get(parts[0]) == parts[0]._version
 
     def _is_even(self, op: Operation) -> bool:
         """Whether the rows that an index picks of B k are known to be as many of each example, in order."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example import loop, preflight, record
@@ -262,6 +263,36 @@ def test_what_is_known_of_rows(pick: Callable[[Tensor], Tensor], is_one: bool | 
         assert picked.is_data(made)
         assert picked.has_one_of_each(made.cos()) is is_one
         assert picked.picked_by(made) is None
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that are read."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("pick", "is_one", "reads"),
+    [
+        (lambda x: x[torch.arange(3), torch.tensor([1, 0, 1])], True, 0),
+        (lambda x: x[torch.arange(3, device=x.device), :, torch.tensor([1, 0, 3])], True, 0),
+        (lambda x: x[torch.arange(3), 1], True, 0),
+        (lambda x: x[torch.arange(3).sub_(1), torch.tensor([1, 0, 1])], False, 1),
+        (lambda x: x[torch.arange(3).flip(0), torch.tensor([1, 0, 1])], False, 1),
+        (lambda x: x[torch.arange(2, -1, -1), torch.tensor([1, 0, 1])], False, 1),
+    ],
+)
+def test_each_example_s_own_is_known_without_a_read(pick: Callable[[Tensor], Tensor], is_one: bool, reads: int) -> None:
+    """Of a GPU, which would be waited for in each micro-batch (the last token's, before a head)."""
+    x = torch.randn(3, 2, 4)
+    with Reads() as counted, Picked([x], 3) as picked:
+        made = pick(x)
+        assert picked.has_one_of_each(made.cos()) is is_one
+    assert counted.count == reads
 
 
 def test_tables_and_pictures_that_fill_up_are_no_rows_of_examples() -> None:
