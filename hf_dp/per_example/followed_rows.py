@@ -73,7 +73,7 @@ class FollowedRows:
     def _following(self) -> Iterator[None]:
         self._is_following = True
         try:
-            with Following(self.routes, self._entered, self._back_in_order):
+            with Following(self.routes, self._entered, self._back_in_order, self._takes_each):
                 yield
         finally:
             self._is_following = False
@@ -90,6 +90,9 @@ class FollowedRows:
         if not (is_plain and not self._was_picked(source)) and not self._in_order([source]):
             return None
         return self.routes.in_order(len(source), source.device)
+
+    def _takes_each(self, made: Tensor) -> bool:
+        return self._picked is not None and self._picked.takes_each(made)
 
     def _back_in_order(self, given: Tensor) -> None:
         """Takes note that rows which were picked are in order again, as they must be in each step."""

@@ -25,13 +25,18 @@ class Following(TorchFunctionMode):
         routes: what is known of rows.
         enter: as `Routes.followed` has it; inside experts, which were given theirs, None.
         restored: gets what lies in order again.
+        takes_each: whether what was picked is one of each example anyway.
     """
 
     def __init__(
-        self, routes: Routes, enter: Enter | None = None, restored: Callable[[Tensor], None] = lambda tensor: None
+        self,
+        routes: Routes,
+        enter: Enter | None = None,
+        restored: Callable[[Tensor], None] = lambda tensor: None,
+        takes_each: Callable[[Tensor], bool] = lambda tensor: False,
     ) -> None:
         super().__init__()
-        self._routes, self._enter, self._restored = routes, enter, restored
+        self._routes, self._enter, self._restored, self._takes_each = routes, enter, restored, takes_each
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -46,8 +51,10 @@ class Following(TorchFunctionMode):
         if all(owners is None for owners in known.values()) and not may_pick_or_write(name_of(func)):
             return output
         with torch._C.DisableTorchFunction():
-            owners = self._routes.followed(func, args, kwargs, output, known, self._enter)
             made = tensors_in(output)
+            if any(map(self._takes_each, made)):
+                return output
+            owners = self._routes.followed(func, args, kwargs, output, known, self._enter)
             if isinstance(owners, list):
                 for piece, own in zip(made, owners, strict=True):
                     self._routes.note(piece, own)

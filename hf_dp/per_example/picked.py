@@ -58,6 +58,8 @@ class Picked(TorchFunctionMode):
         self._owners: Any = WeakIdKeyDictionary()
         # All numbers of examples, in order, as a model counted them: which version of it that is.
         self._counted: Any = WeakIdKeyDictionary()
+        # What was picked by them: one of each example, in every micro-batch.
+        self._taken: Any = WeakIdKeyDictionary()
         # Of what the operation at hand was given, for what is computed on the way to its result.
         self._within: tuple[str | None, bool | None] = None, None
         self._batch_size, self._images = batch_size, images
@@ -158,6 +160,10 @@ class Picked(TorchFunctionMode):
         """Takes note that its rows are as many of each, in order, however they came there."""
         for known in (self._picked, self._one_of_each, self._are_even, self._indexed, self._owners):
             known.pop(tensor, None)
+
+    def takes_each(self, tensor: Tensor) -> bool:
+        """Whether it was picked by the numbers of all examples, in order, as the model counted them."""
+        return tensor in self._taken
 
     def follows_index(self, tensor: Tensor) -> bool:
         """Whether it was computed from rows that were picked, be they as many of each."""
@@ -264,7 +270,12 @@ class Picked(TorchFunctionMode):
             return False
         if len(source) != size and source in self._picked:  # of which nobody knows whose they are
             return False
-        if len(source) == size and self._is_each_own(op):
+        if (
+            len(source) == size
+            and (rows := op.numbers_of_each) is not None
+            and self._counted.get(rows) == rows._version
+        ):
+            self._taken.update((one, None) for one in tensors_in(op.output))
             return True
         first = torch.arange(size, device=source.device)[:, None]
         # Of sequences (T, B, ...) the examples are second.
@@ -273,15 +284,6 @@ class Picked(TorchFunctionMode):
             if all(bool((one.reshape(size, -1) == first).all()) for one in found):
                 return True
         return False
-
-    def _is_each_own(self, op: Operation) -> bool:
-        """Whether something of each is taken, by `x[torch.arange(B), ...]`: no device is waited for to see it."""
-        parts = op.args[1] if op.name == "__getitem__" else ()
-        if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], Tensor):
-            return False
-        are_rows = all(part.dim() == 1 and not is_mask(part) for part in tensors_in(parts))
-        others = all(isinstance(part, (Tensor, int, slice)) and not isinstance(part, bool) for part in parts)
-        return are_rows and others and self._counted.get(parts[0]) == parts[0]._version
 
     def _is_even(self, op: Operation) -> bool:
         """Whether the rows that an index picks of B k are known to be as many of each example, in order."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.axes import Place
+from hf_dp.per_example.axes import Place, is_mask
 from hf_dp.per_example.watched import flatten, tensors_in
 
 INDEXING = frozenset(("__getitem__", "index"))
@@ -74,6 +74,16 @@ class Operation(NamedTuple):
     def is_written(self) -> bool:
         """Whether it changes its first argument."""
         return self.name in INDEXED_WRITES or self.name.removesuffix("_") in WRITING
+
+    @property
+    def numbers_of_each(self) -> Tensor | None:
+        """The numbers of rows in `x[rows, ...]`, something of each of which is taken."""
+        parts = self.args[1] if self.name == "__getitem__" else ()
+        if not isinstance(parts, tuple) or not parts or not isinstance(parts[0], Tensor):
+            return None
+        are_rows = all(part.dim() == 1 and not is_mask(part) for part in tensors_in(parts))
+        others = all(isinstance(part, (Tensor, int, slice)) and not isinstance(part, bool) for part in parts)
+        return parts[0] if are_rows and others else None
 
     def on(self, numbers: Tensor) -> list[Tensor]:
         """What it gives of these in place of its first argument."""
