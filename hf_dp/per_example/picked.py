@@ -56,9 +56,8 @@ class Picked(TorchFunctionMode):
         # What follows from rows that were picked, be they as many of each or not; and whose those of pieces are.
         self._indexed: Any = WeakIdKeyDictionary()
         self._owners: Any = WeakIdKeyDictionary()
-        # All numbers of examples, in order, as a model counted them: which version of it that is.
+        # All numbers of examples, in order, as a model counted them: which version; and what was picked by them.
         self._counted: Any = WeakIdKeyDictionary()
-        # What was picked by them: one of each example, in every micro-batch.
         self._taken: Any = WeakIdKeyDictionary()
         # Of what the operation at hand was given, for what is computed on the way to its result.
         self._within: tuple[str | None, bool | None] = None, None
@@ -270,11 +269,8 @@ class Picked(TorchFunctionMode):
             return False
         if len(source) != size and source in self._picked:  # of which nobody knows whose they are
             return False
-        if (
-            len(source) == size
-            and (rows := op.numbers_of_each) is not None
-            and self._counted.get(rows) == rows._version
-        ):
+        rows = op.numbers_of_each if len(source) == size else None
+        if rows is not None and self._counted.get(rows) == rows._version:
             self._taken.update((one, None) for one in tensors_in(op.output))
             return True
         first = torch.arange(size, device=source.device)[:, None]
