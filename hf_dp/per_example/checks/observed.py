@@ -29,6 +29,9 @@ class Observed:
         self.picked: dict[Use, Tensor] = {}
 
     def __call__(self, use: Use, given: Tensor, axis: Axis) -> None:
+        # An expert's matrix is taken by its number where it has any rows, and these are told.
+        if use.operation == "getitem" and use.reading == "constant" and not given.dim():
+            return
         rows = self._rows_of(given, axis)
         if use.reading == ROUTED:
             sums = _sums(rows.view(len(rows), -1, max(given[:1].numel(), 1)), axis)
