@@ -16,6 +16,9 @@ import torch
 import hf_dp.ranks as ranks
 from hf_dp.errors import HfDpError
 
+# Those of torch, numpy and Python, in this order.
+GENERATORS = 3
+
 
 class Entropy:
     """Where sampling and noise get their randomness: the operating system, or a seed that gives privacy up.
@@ -117,8 +120,14 @@ def secret_global_state() -> Iterator[None]:
     The global states come back as they were.
     """
     with unchanged_global_state():
-        _seed_global_state(secrets.randbits(63), secrets.randbits(32), secrets.randbits(256))
+        seed_secretly()
         yield
+
+
+def seed_secretly() -> None:
+    """Seeds the global generators by the operating system: once more inside of `secret_global_state`, where something
+    may have seeded them since."""
+    _seed_global_state(secrets.randbits(63), secrets.randbits(32), secrets.randbits(256))
 
 
 def key_global_state(key: bytes, number: int) -> None:
@@ -128,18 +137,21 @@ def key_global_state(key: bytes, number: int) -> None:
     _seed_global_state(*(int.from_bytes(part, "little") for part in (digest[:7], digest[7:11], digest[11:43])))
 
 
-def seed_global_state(*entropy: int) -> None:
-    """Sets the global generators of `torch`, `numpy` and `random` to what `entropy` says. For checks, not training."""
+def seed_global_state(*entropy: int, only: int | None = None) -> None:
+    """Sets the global generators of `torch`, `numpy` and `random` to what `entropy` says, or `only` one of these, of
+    three, and the others to one state. For checks, not training."""
     seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-    _seed_global_state(seed, seed, seed)
+    seeds = [seed] * GENERATORS if only is None else [0] * GENERATORS
+    seeds[-1 if only is None else only] = seed
+    _seed_global_state(*seeds)
 
 
 def global_state() -> tuple[Any, ...]:
-    """What the global generators of `torch` (CPU and CUDA), `numpy` and `random` are at, to be compared."""
+    """What the global generators of `torch` (CUDA and CPU), `numpy` and `random` are at, to be compared."""
     of_numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     drawn = (of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"], of_numpy["has_gauss"])
     of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    of_torch = [state.numpy().tobytes() for state in (torch.default_generator.get_state(), *of_cuda)]
+    of_torch = [state.numpy().tobytes() for state in (*of_cuda, torch.default_generator.get_state())]
     return *of_torch, drawn, random.getstate()
 
 

@@ -11,7 +11,7 @@ import hf_dp.ranks as ranks
 from hf_dp.data.collate import LogicalBatchCollator, Randomness, Unit
 from hf_dp.errors import ConfigurationError
 from hf_dp.figures import row_in_words
-from hf_dp.randomness import Entropy
+from hf_dp.randomness import Entropy, secret_global_state, seed_secretly
 from hf_dp.sampling.sampler import BatchSampler
 from hf_dp.units.rows import UnitRows
 
@@ -190,6 +190,9 @@ class _OwnReads(Dataset[Any]):
         return [self._row(index) for index in indices]
 
     def _row(self, index: int) -> Any:
+        # Whatever the row before has seeded: who knows that knows what is drawn next, and without it others are.
+        if self._randomness is secret_global_state and not isinstance(self.dataset, list):
+            seed_secretly()
         try:
             return self.dataset[index]
         except Exception as error:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.kinds import kind_of
+from hf_dp.data.seeding_collator import seeds_between_rows
 from hf_dp.data.strange_rows import LABELS, strange_rows
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import global_state, seed_global_state, unchanged_global_state
@@ -97,7 +98,16 @@ def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any]
             "the clipped sum moves by more than one example's bound.",
             "choose for each row by itself, in the dataset's transform (set_transform), say.",
         )
-    if draws and _changes_as_many(alike):
+    told, row = list(map(_told, alike)), pairs[0][0]
+    if draws and seeds_between_rows(told, lambda: _told(collate.collated([copy.deepcopy(row) for _ in _ALONE]))):
+        raise _refusal(
+            collate,
+            "seeds a global generator, and draws for later rows from it",
+            "their random choices are known then, and are others where an example before them is missing.",
+            "leave the seeds out; or draw what is to be the same each time from a generator of its own "
+            "(torch.Generator().manual_seed(...)).",
+        )
+    if draws and _changes_as_many(told):
         raise _refusal(
             collate,
             "changes the same number of rows in each batch",
@@ -160,13 +170,18 @@ def _mixes(collate: LogicalBatchCollator | Prepared) -> ConfigurationError:
     )
 
 
-def _changes_as_many(alike: list[Collated]) -> bool:
+def _told(batch: Mapping[str, Any]) -> list[tuple[bytes, ...]]:
+    """What tells each row of a batch from others."""
+    names = sorted(name for name, value in batch.items() if isinstance(value, Tensor))
+    return [tuple(_bytes(batch[name][i]) for name in names) for i in range(len(_ALONE))]
+
+
+def _changes_as_many(told: list[list[tuple[bytes, ...]]]) -> bool:
     """Whether of the copies of one row some, as many under all states, are not as most are.
 
     Of choices for each row by itself that is so with a probability of 10^-6 at most: of four copies one, or three, with
     27/64 at most, in 16 batches.
     """
-    told = [[tuple(_bytes(batch[name][i]) for name in sorted(batch)) for i in range(len(_ALONE))] for batch in alike]
     usual, _ = Counter(row for rows in told for row in rows).most_common(1)[0]
     changed = {sum(row != usual for row in rows) for rows in told}
     return len(changed) == 1 and not changed & {0, len(_ALONE)}

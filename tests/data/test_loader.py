@@ -329,6 +329,16 @@ def test_failure_102_what_a_collator_seeds_is_secret_again_in_the_next_micro_bat
     assert len(set(seen)) == 4
 
 
+def test_failure_109_what_a_row_seeds_is_secret_again_for_the_next_row():
+    class Seeding(Augmented):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"x": torch.rand(2), "same": torch.rand((), generator=torch.manual_seed(0))}
+
+    loader = loader_of(PoissonBatchSampler.of(6, 6, Entropy(0)), Seeding(), 6, default_collate)
+    batch = next(iter(loader))["micro_batches"][0]
+    assert len(batch["x"].unique()) == 12 > len(batch["same"].unique())
+
+
 class TestRanks:
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
     def test_failure_7_every_example_is_on_one_rank(self, world_size):

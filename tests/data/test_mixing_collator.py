@@ -196,6 +196,41 @@ def test_failure_29_one_choice_for_all_rows_is_refused(collate: Callable[[Rows],
         check_collator(LogicalBatchCollator(4, collate), images())
 
 
+def flipped_then_seeded(rows: Rows) -> dict[str, Tensor]:
+    """And a part that is to be the same each time."""
+    ids = padded(rows)["input_ids"].clone()
+    for values in ids:
+        values[:4] = values[:4].flip(0) if torch.rand(()) < 0.5 else values[:4]
+        values[0] = torch.randint(50, (), generator=torch.manual_seed(0))
+    return {"input_ids": ids}
+
+
+def cropped_then_seeded(rows: Rows) -> dict[str, Tensor]:
+    batch, crops = stacked(rows), []
+    for i, image in enumerate(batch["pixel_values"]):
+        left = np.random.randint(4)
+        crops.append(image[:, left : left + 4])
+        np.random.seed(i)
+    return {**batch, "pixel_values": torch.stack(crops)}
+
+
+@pytest.mark.parametrize("collate", [flipped_then_seeded, cropped_then_seeded])
+def test_failure_109_seeds_between_the_rows_are_refused(collate: Callable[[Rows], dict[str, Tensor]]) -> None:
+    rows = texts() if collate is flipped_then_seeded else images()
+    with pytest.raises(ConfigurationError, match=f"{collate.__name__} seeds a global generator"):
+        check_collator(LogicalBatchCollator(4, collate), rows)
+
+
+def seeded_then_masked(rows: Rows) -> dict[str, Tensor]:
+    """What is seeded for each row is drawn after it; by another generator it is masked."""
+    ids = padded(rows)["input_ids"].clone()
+    for row, values in zip(rows, ids, strict=True):
+        random.seed(len(row["input_ids"]))
+        values[random.randrange(4)] = 4
+        values[:4] = torch.where(torch.rand(4) < 0.3, 3, values[:4])
+    return {"input_ids": ids}
+
+
 def masked(rows: Rows) -> dict[str, Tensor]:
     ids = padded(rows)["input_ids"]
     is_masked = torch.bernoulli(torch.full(ids.shape, 0.15)).bool() & ids.ne(0)
@@ -256,7 +291,9 @@ def test_failure_29_what_depends_on_how_far_a_row_is_padded(collate: Callable[[R
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("collate", [padded, stacked, cropped_each, masked, whole_words_masked, spans_masked])
+@pytest.mark.parametrize(
+    "collate", [padded, stacked, cropped_each, masked, whole_words_masked, spans_masked, seeded_then_masked]
+)
 def test_rows_that_are_made_one_by_one_are_accepted(collate: Callable[[Rows], dict[str, Tensor]]) -> None:
     rows = images() if collate in (stacked, cropped_each) else texts()
     state = (torch.get_rng_state(), random.getstate())
