@@ -10,7 +10,9 @@ from itertools import chain, islice
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as of_all
 
+from hf_dp.per_example.checks.installed import OF_ALL
 from hf_dp.per_example.checks.named import cells_of, is_own
 from hf_dp.per_example.checks.values import OF_MODULES
 
@@ -19,20 +21,28 @@ _ITEMS = 64
 
 
 def beside(model: nn.Module, loss: Any) -> Iterator[tuple[str, Any]]:
-    """What holds something besides the model's own modules, by a name: what computes losses, and modules that it, or a
-    module of the model, holds unregistered."""
+    """What holds something besides the model's own modules, by a name: what computes losses, hooks of all modules that
+    there are, and modules that these, or a module of the model, hold unregistered."""
     own = {id(module) for module in model.modules()}
     unregistered = (
         (f"{path}.{name}".lstrip("."), module)
         for path, owner in model.named_modules()
         for name, module in _modules({n: v for n, v in vars(owner).items() if n not in OF_MODULES})
     )
-    for name, holder in chain(computing(loss), unregistered):
+    for name, holder in chain(computing(loss), _hooked_to_all(), unregistered):
         if not isinstance(holder, nn.Module):
             yield name, holder
         elif not any(id(module) in own for module in holder.modules()):
             for path, module in holder.named_modules():
                 yield ".".join(filter(None, (name, path))), module
+
+
+def _hooked_to_all() -> Iterator[tuple[str, Any]]:
+    for kind in OF_ALL:
+        for number, hook in getattr(of_all, kind).items():
+            by = hook if isinstance(hook, types.FunctionType) else type(getattr(hook, "__self__", hook))
+            if is_own(by):
+                yield from ((f"{kind}.{number}.{name}", holder) for name, holder in computing(hook))
 
 
 def computing(loss: Any) -> Iterator[tuple[str, Any]]:

@@ -22,13 +22,16 @@ from hf_dp.per_example.checks.values import BIG, COPIED, NOTHING, SCALARS, SERIE
 Place = tuple[str, Any]
 _OF_NAMES: tuple[type, ...] = (dict, types.SimpleNamespace, UserDict, UserList, ChainMap)
 _OF_NAMES += (types.MethodType, types.FunctionType, functools.partial)
+# What holds a function: of a class, or one whose results are kept.
+_AROUND: dict[type, str] = {staticmethod: "__func__", classmethod: "__func__", property: "fget"}
+_AROUND |= {functools.cached_property: "func", functools._lru_cache_wrapper: "__wrapped__"}
 # Data are looked at by other means, and hold files that are open.
 _NO_OBJECT = (type, nn.Module, types.BuiltinFunctionType, types.ModuleType, Dataset)
 # Of one holder so many entries, of one series so many items, of one module so many holders, so deep.
 _ENTRIES, _ITEMS, _HOLDERS, _DEPTH = 4096, 64, 256, 4
 # Of one dict, which may be all data, so many numbers.
 _NUMBERS = 1 << 24
-_OTHER, _SCALAR, _COPIED, _HOLDER = range(4)
+_OTHER, _SCALAR, _COPIED, _HOLDER, _CLASS = range(5)
 _roles: dict[type, int] = {}
 
 
@@ -43,19 +46,28 @@ class Held:
     Attributes:
         values: copies of numbers, words, tensors, arrays, and series and sets of these, by place.
         owners: what holds them, by name.
+        holders: places of what holds others.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], unread: Container[Place] = ()) -> None:
         self.values: dict[Place, Any] = {}
         self.owners: dict[str, Any] = dict(roots)
+        self.holders: dict[Place, None] = {}
         self._unread, self._seen = unread, set(map(id, self.owners.values()))
         self._kinds: dict[type, None] = {}
         for path, root in [*self.owners.items()]:
             self._enter(path, root)
-        for kind in dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in self._kinds)):
-            if is_own(kind):
-                self.owners[name := f"class {kind.__module__}.{kind.__qualname__}"] = kind
-                self._enter(name, kind)
+        done: dict[type, None] = {}
+        while found := [kind for kind in self._kinds if kind not in done]:
+            for kind in dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in found)):
+                name = f"class {kind.__module__}.{kind.__qualname__}"
+                if kind not in done and is_own(kind):
+                    self.owners[name] = kind
+                    self._enter(name, kind)
+                elif kind not in done and is_holder(forward := vars(kind).get("forward")):  # put in a library's place
+                    self.owners[f"{name}.forward"] = forward
+                    self._enter(f"{name}.forward", forward)
+                done[kind] = None
 
     def _enter(self, path: str, root: Any) -> None:
         self._kinds[type(root)] = None
@@ -67,7 +79,11 @@ class Held:
                     self.values[path, name] = value
                     continue
                 within = f"{path}.{name}" if path else str(name)
+                if role == _CLASS:
+                    self._note_class(value)
+                    continue
                 if role == _HOLDER:
+                    self.holders[path, name] = None
                     if isinstance(value, dict) and not value:  # as most of an adapter's are
                         self.owners[within] = value
                         continue
@@ -82,12 +98,18 @@ class Held:
                 if depth == _DEPTH or (path, name) in self._unread:
                     continue
                 for inner, one in chain.from_iterable(itertools.starmap(_bound, items)):
-                    if id(one) not in self._seen and number < _HOLDERS and is_holder(one):
+                    if isinstance(one, type):
+                        self._note_class(one)
+                    elif id(one) not in self._seen and number < _HOLDERS and is_holder(one):
                         number += 1
                         self._seen.add(id(one))
                         self._kinds[type(one)] = None
                         self.owners[inner] = one
                         todo.append((inner, one, depth + 1))
+
+    def _note_class(self, kind: type) -> None:
+        if len(self._kinds) < _HOLDERS and is_own(kind):
+            self._kinds[kind] = None
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -189,6 +211,8 @@ def entries(holder: Any) -> Iterable[tuple[Any, Any]]:
         ]
     if isinstance(holder, types.FunctionType):
         return named_in(holder)
+    if (inner := _AROUND.get(type(holder))) is not None:
+        return [(inner, getattr(holder, inner))]
     if isinstance(holder, functools.partial):
         return [
             ("func", holder.func),
@@ -237,5 +261,7 @@ def _role(kind: type) -> int:
     if issubclass(kind, COPIED):
         # A list of a class of its own cannot be made again.
         return _OTHER if issubclass(kind, (list, deque, set, frozenset)) and kind not in COPIED else _COPIED
-    is_object = is_own(kind) and not issubclass(kind, _NO_OBJECT)
+    if issubclass(kind, type):
+        return _CLASS
+    is_object = kind in _AROUND or (is_own(kind) and not issubclass(kind, _NO_OBJECT))
     return _HOLDER if is_object or issubclass(kind, _OF_NAMES) else _OTHER

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _THEIRS = ("transformers", "peft")
 _ASKING = (".<locals>.make_inputs_require_grads", ".<locals>.make_inputs_require_grad")
-_OF_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
+OF_ALL = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
 
 class Installed:
@@ -54,7 +54,7 @@ def warn_of_change(changed: str | None = None) -> None:
 
 
 def _installed(model: nn.Module) -> Iterator[Any]:
-    for name in _OF_ALL:
+    for name in OF_ALL:
         yield from getattr(of_all, name).values()
     for path, module in model.named_modules():
         own = vars(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -65,13 +66,19 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 def is_own(kind: type | types.FunctionType) -> bool:
     """Whether it is a class or a function of the user's, or of what is not known to hold nothing."""
-    return not is_library((kind.__module__ or "").partition(".")[0])
+    modules = [kind.__module__ or ""]
+    if isinstance(kind, types.FunctionType):  # a wrapper says that it is of the module of what it wraps
+        modules.append(str(kind.__globals__.get("__name__")))
+    elif modules == ["types"] and getattr(types, kind.__name__, None) is not kind:  # as `make_dataclass` makes them
+        return True
+    return not all(is_library(module.partition(".")[0]) for module in modules)
 
 
 @functools.cache
 def is_library(root: str) -> bool:
-    if root in _LIBRARIES or root in sys.stdlib_module_names:
-        return True
+    file = getattr(sys.modules.get(root), "__file__", None)
+    place = Path(file or "")
+    # A project may have a folder of one of its names (code, test, profile).
+    is_pythons = root in sys.stdlib_module_names and (not file or place.is_relative_to(Path(os.__file__).parent))
     # What is installed keeps files, threads and caches, which cannot be put back by halves.
-    place = Path(getattr(sys.modules.get(root), "__file__", None) or "")
-    return not {"site-packages", "dist-packages"}.isdisjoint(place.parts)
+    return root in _LIBRARIES or is_pythons or not {"site-packages", "dist-packages"}.isdisjoint(place.parts)

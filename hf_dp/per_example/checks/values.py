@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 NOTHING = object()
+# In place of what holds values itself.
+HOLDER = object()
 # What is too large to be copied before and after each step. It is the same as anything.
 BIG = object()
 SCALARS = (int, float, complex, str, bytes, type(None), np.generic)
