@@ -12,10 +12,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.checks.beside import beside
 from hf_dp.per_example.checks.held import Held, Place, put
+from hf_dp.per_example.checks.moved import told_of_gradients
 from hf_dp.per_example.checks.reads import Reads, reads_of
 from hf_dp.per_example.checks.state import is_saved, put_back, uncompiled
 from hf_dp.per_example.checks.switches import Switches
-from hf_dp.per_example.checks.values import NOTHING, copied, copied_within, emptied, far, same
+from hf_dp.per_example.checks.values import HOLDER, NOTHING, copied, copied_within, emptied, far, same
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.randomness import unchanged_global_state
 
@@ -24,8 +25,10 @@ Losses = Callable[[Any], Tensor]
 _WRITTEN: Any = WeakTensorKeyDictionary()
 # So many times what losses differ by themselves is no more than that.
 _BY_ITSELF = 4.0
+# Of gradients what nobody adds up in one order anywhere.
+_ROUNDING = 1e-6
 # Whatever comes of a value that a model did not write.
-_FAILED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_FAILED = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 
 
 class Memory:
@@ -74,6 +77,7 @@ class Memory:
         for batch, after in () if self._moving else zip((one, other), left, strict=True):
             self._refuse_read(batch, before, after)
         moved = {place: p.detach() + 1 for place, p in self._moving.items()}
+        owners = Held(self._holders()).owners
         for place in {**left[0], **left[1]}:
             first, second = (found.get(place, NOTHING) for found in left)
             if same(first, second):
@@ -81,9 +85,15 @@ class Memory:
                     self._harmless.add(place)
                 continue
             value = second if first is NOTHING else first
-            if not self._is_alike(probe, {place: value}, {place: far(value, second)}):
-                raise _refused(place)
-            self._note_unread(probe, place, value)
+            if HOLDER in (first, second):  # what it holds is asked about by itself
+                continue
+            with self._put_back(), unchanged_global_state():
+                if is_new := place[0] not in owners:  # an object that the pass has made
+                    self._losses(other if first is NOTHING else one)
+                if not self._is_alike(probe, {place: value}, {place: far(value, second)}):
+                    raise _refused(place)
+            if not is_new:
+                self._note_unread(probe, place, value)
 
     def _left_by(self, *batches: Any) -> list[dict[Place, Any]]:
         left = []
@@ -115,9 +125,9 @@ class Memory:
         except BaseException:
             # The next step, or training, would begin with it.
             with suppress(RuntimeError):
-                owners = Held(self._holders()).owners
-                for place, value in self._look().items():
-                    if not same(value, before.get(place, NOTHING)):
+                owners, after = Held(self._holders()).owners, self._look()
+                for place in {**before, **after}:
+                    if not same(after.get(place, NOTHING), before.get(place, NOTHING)):
                         self._put(owners, place, before.get(place, NOTHING))
                 parameters = self._parameters()
                 _WRITTEN.update((p, p._version) for p in map(parameters.__getitem__, self._written_since(writes)))
@@ -131,7 +141,11 @@ class Memory:
         changed = self._refuse_read(self._probe, before, after)
         for place, (was, now) in changed.items():
             # What is changed in each step need not be asked about each time.
-            if now is not NOTHING and self._is_alike(self._probe, {place: now}, {place: far(now, was)}):
+            if (
+                now is not NOTHING
+                and now is not HOLDER
+                and self._is_alike(self._probe, {place: now}, {place: far(now, was)})
+            ):
                 self._note_unread(self._probe, place, now)
 
     def _refuse_read(
@@ -163,10 +177,10 @@ class Memory:
         self._probe = probe
 
     def read_by(self, probe: Any) -> Reads:
-        """What the losses of a batch read, and where; nothing is left of the pass."""
+        """What the losses of a batch and their gradients read, and where; nothing is left of the pass."""
         owners = Held(self._holders()).owners
         with uncompiled(), self._put_back(), unchanged_global_state(), reads_of(owners) as found:
-            self._losses(probe)
+            self._gradients(self._losses(probe))
         return found
 
     def _holders(self) -> Iterator[tuple[str, Any]]:
@@ -186,7 +200,8 @@ class Memory:
 
     def _look(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {place: copied(p.detach()) for place, p in self._moving.items()}
-        found |= Held(holders := list(self._holders()), self._harmless).values
+        held = Held(holders := list(self._holders()), self._harmless)
+        found |= {**dict.fromkeys(held.holders, HOLDER), **held.values}
         for path, holder in holders:
             if isinstance(holder, nn.Module):
                 is_own = path not in self._beside
@@ -219,22 +234,28 @@ class Memory:
             yield
 
     def _is_alike(self, probe: Any, one: dict[Place, Any], other: dict[Place, Any]) -> bool:
-        """Whether the losses are the same with these values and with those."""
-        found = []
+        """Whether the losses, and their gradients, are the same with these values and with those."""
+        found, gradients = list[Tensor](), list[Tensor]()
         for wanted in (one, one, other):
             with self._put_back(), unchanged_global_state():
                 try:
                     owners = Held(self._holders()).owners if wanted else {}
                     for place, value in wanted.items():
                         self._put(owners, place, value)
-                    found.append(self._losses(probe).detach())
+                    found.append((losses := self._losses(probe)).detach())
+                    gradients.append(self._gradients(losses))
                 except _FAILED:
                     return False  # it is read
-        if len({losses.shape for losses in found}) > 1:
+        if any(each.shape != several[0].shape for several in (found, gradients) for each in several):
             return False
-        # Sums of one batch may differ by themselves, where a device adds up in any order.
-        by_itself = (found[1] - found[0]).abs().max()
-        return same(found[0], found[2]) or bool((found[2] - found[0]).abs().max() <= _BY_ITSELF * by_itself)
+        rounding = _ROUNDING * float(gradients[0].abs().max())
+        return _are_same(found) and _are_same(gradients, rounding)
+
+    def _gradients(self, losses: Tensor) -> Tensor:
+        """What tells them from others; nothing of shards."""
+        if is_sharded(self._model):
+            return losses.new_zeros(())
+        return told_of_gradients(losses, self._model.parameters(), self._parameters().values())
 
     def _put(self, owners: dict[str, Any], place: Place, value: Any) -> None:
         path, name = place
@@ -246,8 +267,15 @@ class Memory:
             buffers.pop(name)
         elif name in buffers or (isinstance(owner, nn.Module) and name in owner._non_persistent_buffers_set):
             owner._buffers[name] = copied(value)
-        elif owner is not None:
+        elif owner is not None and value is not HOLDER:  # which stays, with what it holds
             put(owner, name, copied_within(value))
+
+
+def _are_same(found: list[Tensor], rounding: float = 0.0) -> bool:
+    """Sums of one batch may differ by themselves, where a device adds up in any order."""
+    one, again, other = found
+    by_itself = _BY_ITSELF * (again - one).abs().max()
+    return same(one, other) or bool((other - one).abs().max() <= by_itself.clamp_min(rounding))
 
 
 def _refused(place: Place) -> UnsupportedModelError:

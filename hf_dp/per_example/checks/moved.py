@@ -1,8 +1,8 @@
-"""By how much an example's gradient is another beside others than alone, and in which rows of a table it has one."""
+"""By how much an example's gradient is another beside others than alone, and in which rows; what tells sums of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -68,3 +68,23 @@ def has_other_rows(together: PerExampleGradients, i: int, alone: PerExampleGradi
     numbered = Tables.of({name: together.parameters[name] for name in tables})
     examples, rows = numbered.touched(together.factors)
     return not torch.equal(rows[examples == i], numbered.touched(alone.factors)[1])
+
+
+def told_of_gradients(losses: Tensor, parameters: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> Tensor:
+    """What tells the gradients of those of `parameters` that are trained from others: a hook, or a backward pass of
+    one's own, may read what no loss follows from. Neither these nor those of `others` are kept."""
+    trained = [p for p in parameters if p.requires_grad]
+    kept, told = [(p, p.grad) for p in (*trained, *others)], [losses.detach().double().new_zeros(())]
+    if not losses.requires_grad:
+        return torch.stack(told)
+    try:
+        for p, _ in kept:
+            p.grad = None
+        losses.sum().backward()
+        for gradient in (p.grad for p in trained if p.grad is not None):
+            values = (gradient.coalesce().values() if gradient.is_sparse else gradient).double()
+            told += [values.norm().to(losses.device), values.sum().to(losses.device)]
+        return torch.stack(told)
+    finally:
+        for p, before in kept:
+            p.grad = before
