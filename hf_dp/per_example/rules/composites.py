@@ -252,6 +252,25 @@ def _copies(input: Tensor, repeats: Any, dim: int | None = None, *, output_size:
     return input.expand(repeats, *input.shape[1:])
 
 
+def _written(target: Tensor, index: Any, value: Any) -> Any:
+    """One parameter, such as a mask's token, into all places (..., k) of (..., k, *value.shape) that an index picks."""
+    parts = index if isinstance(index, tuple) else (index,)
+    is_known = isinstance(value, WatchedParameter) and not isinstance(target, WatchedParameter)
+    if not is_known or any(part is None or part is Ellipsis or isinstance(part, WatchedParameter) for part in parts):
+        return NotImplemented
+    while value.dim() and len(value) == 1:
+        value = value[0]
+    if value.dim() > target.dim():
+        return NotImplemented
+    places = torch.zeros(target.shape[: target.dim() - value.dim()], dtype=torch.bool, device=target.device)
+    try:
+        places[index] = True
+    except (IndexError, TypeError):  # which leads into the parameter's own axes
+        return NotImplemented
+    target.copy_(torch.where(places.view(*places.shape, *[1] * value.dim()), value, target))
+    return None
+
+
 #: operation -> the same by other operations, or NotImplemented for arguments that it does not know.
 COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -269,6 +288,7 @@ COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         F.cosine_similarity: _cosine_similarity,
         **dict.fromkeys((torch.index_select, torch.Tensor.index_select), _rows),
         **dict.fromkeys((torch.repeat_interleave, torch.Tensor.repeat_interleave), _copies),
+        torch.Tensor.__setitem__: _written,
         **LAYERS,
     }
 )

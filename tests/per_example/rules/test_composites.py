@@ -36,7 +36,24 @@ def _images(x: Tensor) -> Tensor:
     return x.view(len(x), 4, 3, 2)
 
 
+def _put(x: Tensor, index: Any, value: Tensor) -> Tensor:
+    x = x.clone()
+    x[index] = value
+    return x
+
+
 _MODELS: dict[str, Small] = {
+    "a mask's token": Small(
+        lambda m, x: m.linear(_put(m.linear(x), x[..., 0] > 0, m.token)).cos(),
+        linear=nn.Linear(4, 4), token=parameter(1, 1, 4),
+    ),
+    "a first token": Small(lambda m, x: m.linear(_put(x, (slice(None), 0), m.token)).cos(),
+        linear=nn.Linear(4, 4),
+        token=parameter(4),
+   ),
+    "a number in some places": Small(lambda m, x: m.linear(_put(x, x > 1, m.number)).cos(), linear=nn.Linear(4, 4),
+        number=parameter(),
+   ),
     "PReLU": Small(lambda m, x: m.act(m.first(x)).cos(), first=nn.Linear(4, 6), act=nn.PReLU()),
     "PReLU of channels": Small(
         lambda m, x: m.act(m.first(_images(x))).cos(), first=nn.Conv2d(4, 3, 2, padding=1), act=nn.PReLU(3)
@@ -158,8 +175,13 @@ def test_exact(name: str, size: int) -> None:
         (lambda m, x: m.norm(x.mT), {"norm": nn.InstanceNorm1d(4, affine=True, track_running_stats=True)}),
         (lambda m, x: torch.cdist(m.w, x), {"w": parameter(3, 4)}),
         (lambda m, x: F.embedding_bag(_ids(x[..., 0]), m.w, max_norm=1.0), {"w": parameter(7, 4)}),
+        (lambda m, x: _put(x, (slice(None), slice(None), slice(2)), m.w), {"w": parameter(2)}),
+        (lambda m, x: _put(x, (..., 0), m.w), {"w": parameter(6)}),
     ],
-    ids=["bags by offsets", "running statistics", "distances of a parameter", "a norm that is kept"],
+    ids=[
+        *("bags by offsets", "running statistics", "distances of a parameter", "a norm that is kept"),
+        *("a part of some", "along another axis"),
+    ],
 )
 def test_what_is_not_known_to_be_exact_is_refused(function: Any, members: dict[str, Any]) -> None:
     model = Small(function, **members).train()
