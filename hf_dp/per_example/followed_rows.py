@@ -87,7 +87,7 @@ class FollowedRows:
         if self._picked is not None and self._picked.axes.of(source):
             return None
         is_plain = len(source) == self.batch_size or is_plainly_folded(source, self.batch_size)
-        if not (is_plain and not self._was_picked(source)) and not self._in_order([source]):
+        if self._was_picked(source) or not (is_plain or self._is_even(source)):
             return None
         return self.routes.in_order(len(source), source.device)
 
@@ -139,12 +139,16 @@ class FollowedRows:
 
     def _is_in_order(self, given: Tensor) -> bool:
         """Whether its rows are, as `check_folded` has it."""
-        if len(given) % self.batch_size or (self._picked is None and not self._has_looked) or self._was_picked(given):
+        if self._was_picked(given) or not self._is_even(given):
             return False
-        is_even = self.counts.is_even(len(given) // self.batch_size, given.shape[1:])
-        if is_even and self._picked is not None:
+        if self._picked is not None:
             self.inferred.add(Use("experts", "", INFERRED, given.dim()))
-        return is_even
+        return True
+
+    def _is_even(self, given: Tensor) -> bool:
+        if len(given) % self.batch_size or (self._picked is None and not self._has_looked):
+            return False
+        return self.counts.is_even(len(given) // self.batch_size, given.shape[1:])
 
     def _was_picked(self, given: Tensor) -> bool:
         if self._picked is None:

@@ -88,11 +88,12 @@ def in_experts(
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = [a for a in tensors_in(args, kwargs) if a.dim()]
         known = [a for a in given if routes.of(a) is not None]
-        are_restored = all(map(routes.is_restored, known))
-        if not are_restored and not routes.are_in_experts:
+        elsewhere = [a for a in known if not routes.is_restored(a)]
+        # Masks of positions, of which there may be as many as examples, are no rows that were sorted.
+        if any(a.requires_grad for a in elsewhere) and not routes.are_in_experts:
             sorted_before()
         # Where some were sorted, in another such module or elsewhere, no others are taken for rows in order.
-        for one in in_order(given) if are_restored else ():
+        for one in () if elsewhere else in_order(given):
             if routes.of(one) is None:
                 routes.note(one, routes.in_order(len(one), one.device))
         with routes.inside_experts(), Following(routes):

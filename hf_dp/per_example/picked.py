@@ -22,6 +22,7 @@ from hf_dp.per_example.picking import (
     INDEXED_WRITES,
     INDEXING,
     JOINING,
+    MAKING,
     MAY_PICK,
     PICKING,
     TURNING,
@@ -91,9 +92,11 @@ class Picked(TorchFunctionMode):
         self, op: Operation, given: list[Tensor], data: list[Tensor], known: list[bool], by: str | None
     ) -> None:
         """Notes what becomes of `data`, from what was known of all that was `given`."""
-        made = tensors_in(op.output)
-        self._data.update((one, None) for one in made)
-        self.axes.follow(data, made)
+        self.axes.follow(data, made := tensors_in(op.output))
+        if op.name in MAKING:
+            return
+        written = [one._base for one in made if one._base is not None] + given[: op.is_written]
+        self._data.update((one, None) for one in (*made, *written))
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
         rows = [one for one in made if one.dtype != torch.bool]
         if op.name == "stack":

@@ -18,6 +18,10 @@ CHOOSING = INDEXING.union(
 )
 INDEXED_WRITES = frozenset(("__setitem__", "index_put", "index_put_"))
 JOINING = frozenset(("cat", "concat", "concatenate", "vstack", "row_stack"))
+# What takes shape and kind from its first argument, and no numbers.
+MAKING = frozenset(
+    ("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
+)
 VIEWING = frozenset(("view", "reshape", "unflatten", "view_as", "reshape_as"))
 # How the first argument is called, where it is given by name.
 FIRST = ("input", "self", "tensor", "tensors", "sequences")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.row_operations import is_elementwise, keeps_axes, works_by_rows
+from hf_dp.per_example.row_operations import axis_of, is_elementwise, keeps_axes, works_by_rows
 from hf_dp.per_example.row_picks import JOINING, PIECES, Pick, Write, keeps_first, name_of, picked, written
 from hf_dp.per_example.rule import Order
 from hf_dp.per_example.watched import tensors_in
@@ -129,7 +129,7 @@ class Routes:
         if (write := written(name, args, kwargs)) is not None:
             return self._written(write, source, before, None if write.value is None else known.get(id(write.value)))
         pick = picked(name, args, kwargs)
-        are_pieces = name in PIECES and kwargs.get("dim", args[2] if len(args) > 2 else 0) == 0
+        are_pieces = name in PIECES and axis_of(2, args, kwargs) == 0
         if before is None and enter is not None and (pick is not None or are_pieces or name in _REPEATING):
             before = enter(source)
         if before is not None and len(before) != len(source) and name not in _VIEWS:  # (1, n, ...)
@@ -207,8 +207,8 @@ class Routes:
         """Of each row several: one after another, or all once more after all."""
         times = args[0] if args else kwargs.get("repeats")
         if name == "repeat_interleave":
-            axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            if axis != 0 or not isinstance(times, (int, Tensor)):
+            is_along = "dim" in kwargs or len(args) > 1
+            if not is_along or axis_of(1, args, kwargs) != 0 or not isinstance(times, (int, Tensor)):
                 return None
             owners = before.repeat_interleave(times)
             return self._sorted_back(owners) if isinstance(times, int) else owners
@@ -232,6 +232,5 @@ def _joined(args: tuple[Any, ...], kwargs: dict[str, Any], known: Known) -> Tens
     """Of rows one below another."""
     pieces: Sequence[Tensor] = args[0] if args else kwargs.get("tensors", ())
     owners = [known.get(id(one)) for one in pieces]
-    is_first = kwargs.get("dim", args[1] if len(args) > 1 else 0) == 0
     found = [one for one in owners if one is not None]
-    return torch.cat(found) if is_first and found and len(found) == len(owners) else None
+    return torch.cat(found) if axis_of(1, args, kwargs) == 0 and found and len(found) == len(owners) else None

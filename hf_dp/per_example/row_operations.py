@@ -38,6 +38,11 @@ _ALONG_OTHERS = {
 _PRODUCTS = ("matmul", "__matmul__", "mm")
 
 
+def axis_of(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The axis that an operation is given, by name or in a place; the first where it is given none."""
+    return next((kwargs[name] for name in ("dim", "axis") if name in kwargs), args[place] if len(args) > place else 0)
+
+
 def is_elementwise(name: str) -> bool:
     """Whether an operation works on each number by itself, and on those of others that lie beside it."""
     return name in _ELEMENTWISE or name == "where"
@@ -59,6 +64,5 @@ def works_by_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         return len(args) > 1 and len(args[1]) < source.dim()
     if name not in _ALONG_OTHERS:
         return name in _ELEMENTWISE or name in _OTHERS
-    place, dimensions = _ALONG_OTHERS[name], source.dim() + (name == "unsqueeze")
-    axis = kwargs.get("dim", args[place] if len(args) > place else 0)
+    dimensions, axis = source.dim() + (name == "unsqueeze"), axis_of(_ALONG_OTHERS[name], args, kwargs)
     return isinstance(axis, int) and axis % dimensions > 0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.axes import is_mask
+from hf_dp.per_example.row_operations import axis_of
 
 JOINING = ("cat", "concat", "concatenate")
 PIECES = ("split", "chunk", "tensor_split", "split_with_sizes")
@@ -55,8 +56,8 @@ def may_pick_or_write(name: str) -> bool:
 def picked(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pick | None:
     """The rows that an operation picks, all else being left as it is; None where it picks none that are known."""
     if name == "index_select":
-        axis, index = kwargs.get("dim", args[1] if len(args) > 1 else None), kwargs.get("index", args[-1])
-        return Pick(index, True) if axis == 0 and _are_numbers(index) else None
+        index = kwargs.get("index", args[-1])
+        return Pick(index, True) if axis_of(1, args, kwargs) == 0 and _are_numbers(index) else None
     return _of_index(args[1])[0] if name == "__getitem__" else None
 
 

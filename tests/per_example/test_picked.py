@@ -370,3 +370,14 @@ def refused_once_kinds_differ(how: Any) -> None:
     assert relative_error(found, loop(model, of_their_kinds, same)) <= 1e-12
     with pytest.raises(UnsupportedModelError, match="its rows were picked, and are not one of each"):
         record(model, of_their_kinds, of_kinds(1, 0, 1, 0, 0), certificate=certificate)
+
+
+def test_what_takes_its_shape_from_data_is_data_once_it_was_written() -> None:
+    x = torch.randn(3, 3)
+    with Picked([x], 3) as picked:
+        plain, set_, written, viewed = (x.new_zeros(3, 3) for _ in range(4))
+        set_[torch.tensor([0, 2])] = x[:2]
+        written.index_add_(0, torch.tensor([0, 1, 2]), x)
+        viewed[0].copy_(x[1])
+        assert not picked.is_data(plain.cos())
+        assert all(map(picked.is_data, (set_, written, viewed)))
