@@ -104,8 +104,8 @@ def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any]
             collate,
             "seeds a global generator, and draws for later rows from it",
             "their random choices are known then, and are others where an example before them is missing.",
-            "leave the seeds out; or draw what is to be the same each time from a generator of its own "
-            "(torch.Generator().manual_seed(...)).",
+            "leave the seeds out; or draw what is to be the same each time from a generator with a seed "
+            "of its own (torch.Generator).",
         )
     if draws and _changes_as_many(told):
         raise _refusal(

@@ -260,7 +260,7 @@ def _written(target: Tensor, index: Any, value: Any) -> Any:
         return NotImplemented
     while value.dim() and len(value) == 1:
         value = value[0]
-    if value.dim() > target.dim():
+    if value.dim() > target.dim() or not target.requires_grad:  # what all examples share is written to elsewhere
         return NotImplemented
     places = torch.zeros(target.shape[: target.dim() - value.dim()], dtype=torch.bool, device=target.device)
     try:
