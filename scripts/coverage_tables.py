@@ -23,7 +23,8 @@ def markdown(results: Results) -> str:
         f'Written by `{COMMAND}` ({versions}), which explains how each case is judged. "exact" is followed by the '
         'largest relative error of norms and sums in float64 against a loop over single examples, "within" by that of '
         "bf16 norms against a loop in float32. What is refused is refused by name before anything is released; its "
-        "reasons are below each table. \"Experts batched\" is `model.set_experts_implementation('batched_mm')`."
+        "reasons are below each table. \"Experts batched\" is `model.set_experts_implementation('batched_mm')`, and "
+        "\"in a loop\" with 'eager'."
     )
     lines = ["# Coverage", "", *textwrap.wrap(about, 120, break_on_hyphens=False)]
     for title, rows in results.items():

@@ -142,6 +142,7 @@ CONFIGS["granite_swa"] = ("granite_swa", _LLAMA_LIKE)
 CONFIGS |= {name: (name, _BART) for name in ("mbart", "m2m_100", "pegasus", "marian")}
 for _name in ("mixtral", "qwen3_moe", "gpt_oss"):
     CONFIGS[f"{_name}, experts batched"] = CONFIGS[_name]
+    CONFIGS[f"{_name}, experts in a loop"] = CONFIGS[_name]
 for _name in ("mixtral", "qwen3_moe"):
     CONFIGS[f"{_name}, experts and router frozen"] = CONFIGS[_name]
 CONFIGS["videomae"] = ("videomae", {**_TOWER, "image_size": 8, "patch_size": 4, "num_frames": 4, "tubelet_size": 2})

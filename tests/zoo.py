@@ -49,6 +49,8 @@ def tiny(name: str, head: str, dtype: torch.dtype = torch.float64, **changes: An
     # Transformers sorts tokens by expert unless told otherwise.
     if name.endswith("batched"):
         model.set_experts_implementation("batched_mm")
+    if name.endswith("in a loop"):
+        model.set_experts_implementation("eager")
     model = model.text_model if head == "text" else model
     if name in UNTIED and (output := model.get_output_embeddings()) is not None:
         output.weight = nn.Parameter(output.weight.detach().clone())

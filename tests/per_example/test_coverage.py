@@ -36,6 +36,8 @@ ALIKE = {
     # gpt2 and llama, whose layers have no more than these; t5 and whisper
     *("gptj", "gpt_neo", "falcon", "bloom", "bart"),
     *("mixtral", "gpt_oss, experts batched"),  # gpt_oss and mixtral, experts batched
+    # tests/per_example/test_mixtures.py has them.
+    *(f"{name}, experts in a loop" for name in ("mixtral", "qwen3_moe", "gpt_oss")),
     # tests/per_example/test_exact.py has them, on real batches.
     *("llama_tied", "qwen3", "opt", "gpt_neox", "roberta", "distilbert"),
     # Adapters whose operations others have, with other numbers.

@@ -178,8 +178,7 @@ def test_a_head_on_marked_tokens_alone_is_exact(loss: Any) -> None:
     "name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "gpt_oss"))]
 )
 def test_experts_that_transformers_runs_one_after_another_are_exact(name: str) -> None:
-    model: Any = zoo.tiny(name, "causal_lm")
-    model.set_experts_implementation("eager")
+    model = zoo.tiny(f"{name}, experts in a loop", "causal_lm")
     certificate = preflight(model, per_example_losses, zoo.text_batch("causal_lm"))
     for size in (1, 3, 4):
         batch = zoo.text_batch("causal_lm", size)
