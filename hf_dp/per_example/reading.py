@@ -31,8 +31,8 @@ _BATCHED = "call model.set_experts_implementation('batched_mm'), with which Tran
 _NOT_IN_ORDER = "its rows were picked, and are not one of each, in order, of"
 _SECOND = "neither its first axis nor its second can be read as"
 _WHOLE = (
-    "pick them by a mask or by numbers, h[mask], and let what follows work on each row by itself; let each example keep "
-    "all of its rows (zeros in place of those that are left out); or make their numbers even and give them as "
+    "pick them by a mask or by numbers, h[mask], and let what follows work on each row by itself; let each example "
+    "keep all of its rows (zeros in place of those that are left out); or make their numbers even and give them as "
     "(B, rows, ...)"
 )
 
