@@ -36,6 +36,7 @@ class Routes:
         # With torch's count of writes then: who writes through a view changes whose rows they are.
         self._owners: Any = WeakIdKeyDictionary()
         self._in_order: dict[tuple[int, torch.device], Tensor] = {}
+        self._orders: Any = WeakIdKeyDictionary()
         self._depth = 0
 
     @property
@@ -69,20 +70,10 @@ class Routes:
             owners = torch.zeros(len(tensor), dtype=torch.long, device=tensor.device) if is_sorted else None
         if owners is None or len(owners) != len(tensor) or (self._are_in_order(owners) and not is_sorted):
             return None
-        if not len(owners):
-            return Order(owners, owners, owners.new_zeros(size, dtype=torch.bool))
-        at, counts = owners.argsort(stable=True), owners.bincount(minlength=size)
-        most = int(counts.max())
-        if most * size == len(owners):
-            return Order(at, at.argsort())
-        places, first = torch.arange(most, device=at.device), counts.cumsum(0) - counts
-        used = (places < counts[:, None]).flatten()
-        index = first[:, None] + places.minimum((counts - 1).clamp_(min=0)[:, None])
-        at = at[index.clamp_(max=len(at) - 1).flatten()]
-        back = torch.empty_like(owners)
-        back[at[used]] = used.nonzero().squeeze(1)
-        is_none = counts == 0
-        return Order(at, back, used, is_none.repeat_interleave(most) if bool(is_none.any()) else None)
+        if owners not in self._orders:  # as they are of all that was computed from the same rows
+            self._orders[owners] = _order(owners, size)
+        found: Order = self._orders[owners]
+        return found
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """(n,) the example of each row, if that is known."""
@@ -222,6 +213,24 @@ class Routes:
 def writes(tensor: Tensor) -> int:
     """Torch's count of writes to a tensor."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _order(owners: Tensor, size: int) -> Order:
+    """That of rows of these owners, of so many examples."""
+    if not len(owners):
+        return Order(owners, owners, owners.new_zeros(size, dtype=torch.bool))
+    at, counts = owners.argsort(stable=True), owners.bincount(minlength=size)
+    most = int(counts.max())
+    if most * size == len(owners):
+        return Order(at, at.argsort())
+    places, first = torch.arange(most, device=at.device), counts.cumsum(0) - counts
+    used = (places < counts[:, None]).flatten()
+    index = first[:, None] + places.minimum((counts - 1).clamp_(min=0)[:, None])
+    at = at[index.clamp_(max=len(at) - 1).flatten()]
+    back = torch.empty_like(owners)
+    back[at[used]] = used.nonzero().squeeze(1)
+    is_none = counts == 0
+    return Order(at, back, used, is_none.repeat_interleave(most) if bool(is_none.any()) else None)
 
 
 def _are_same(first: Tensor, second: Tensor | None) -> bool:
