@@ -89,8 +89,10 @@ class Routes:
 
     def in_order(self, rows: int, device: torch.device) -> Tensor:
         """The owners of so many rows that lie in order."""
-        made = torch.arange(self._batch_size, device=device).repeat_interleave(rows // self._batch_size)
-        return self._in_order.setdefault((rows, device), made)
+        if (rows, device) not in self._in_order:
+            numbers = torch.arange(self._batch_size, device=device)
+            self._in_order[rows, device] = numbers.repeat_interleave(rows // self._batch_size)
+        return self._in_order[rows, device]
 
     def is_restored(self, tensor: Tensor) -> bool:
         """Whether its rows are known to lie in order."""
