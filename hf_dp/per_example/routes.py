@@ -85,6 +85,9 @@ class Routes:
         if owners is None:
             self._owners.pop(tensor, None)
         elif tensor.shape[:1] == owners.shape or tensor.shape[:2] == (1, len(owners)):
+            if owners.device != tensor.device:
+                is_known = self._are_in_order(owners)
+                owners = self.in_order(len(owners), tensor.device) if is_known else owners.to(tensor.device)
             self._owners[tensor] = owners, writes(tensor)
 
     def in_order(self, rows: int, device: torch.device) -> Tensor:
@@ -160,7 +163,8 @@ class Routes:
     def _written(self, write: Write, target: Tensor, before: Tensor | None, value: Tensor | None) -> Tensor | None:
         """Of rows into which others were written, `value` being whose these are."""
         if value is None:  # a number, or the same for all rows
-            return before if write.value is None or write.value.shape[:1].numel() == 1 else None
+            is_same = write.value is None or (write.value.shape[:1].numel() == 1 and not write.value.requires_grad)
+            return before if is_same else None
         if before is None:  # a tensor that was made to be written to
             if not target.dim() or len(target) % self._batch_size:
                 return None

@@ -63,6 +63,6 @@ def works_by_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
     if name in _NORMS:  # over as many of the last axes as they are given sizes
         return len(args) > 1 and len(args[1]) < source.dim()
     if name not in _ALONG_OTHERS:
-        return name in _ELEMENTWISE or name in _OTHERS
+        return name in _ELEMENTWISE or (name in _OTHERS and (source.dim() > 1 or not name.endswith("linear")))
     dimensions, axis = source.dim() + (name == "unsqueeze"), axis_of(_ALONG_OTHERS[name], args, kwargs)
     return isinstance(axis, int) and axis % dimensions > 0
