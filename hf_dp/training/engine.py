@@ -236,7 +236,7 @@ class Engine:
         self.model.train()
         check_quantised(beside(self.model, self._loss))
         self._memory, self._moved = None, []
-        memory = Memory(self.model, lambda batch: self._loss(self.model, batch), self._loss, self._switches)
+        memory = Memory(self.model, lambda few: self._loss(self.model, few), self._loss, self._switches, self.by_rows)
         with memory.restored(), uncompiled(), unchanged_global_state():
             check_order(dataset.dataset, self._collate)  # before a row is read
             with unchanged_state(self.model):

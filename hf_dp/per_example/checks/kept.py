@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.checks.beside import beside
 from hf_dp.per_example.checks.held import Held, Place, put
-from hf_dp.per_example.checks.moved import told_of_gradients
+from hf_dp.per_example.checks.moved import still, told_of_gradients
 from hf_dp.per_example.checks.reads import Reads, reads_of
 from hf_dp.per_example.checks.state import is_saved, put_back, uncompiled
 from hf_dp.per_example.checks.switches import Switches
@@ -41,10 +41,14 @@ class Memory:
             and its file, and modules that these, or a module of the model, hold unregistered: all of their buffers, and
             those of their parameters that passes write to.
         switches: what is switched off in the model, and stays so whatever is put back.
+        tables: parameters whose gradients are nowhere made as a whole.
     """
 
-    def __init__(self, model: nn.Module, losses: Losses, loss: Any = None, switches: Switches | None = None) -> None:
-        self._model, self._losses, self._switches = model, losses, switches or Switches()
+    def __init__(
+        self, model: nn.Module, losses: Losses, loss: Any = None, switches: Switches | None = None,
+        tables: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self._model, self._losses, self._switches, self._tables = model, losses, switches or Switches(), tables
         self._beside = dict(beside(model, loss))
         self._harmless: set[Place] = set()
         # Parameters, of modules beside the model, that every pass may write to (a teacher that follows the weights).
@@ -179,7 +183,8 @@ class Memory:
     def read_by(self, probe: Any) -> Reads:
         """What the losses of a batch and their gradients read, and where; nothing is left of the pass."""
         owners = Held(self._holders()).owners
-        with uncompiled(), self._put_back(), unchanged_global_state(), reads_of(owners) as found:
+        frozen = still(self._model, self._tables)
+        with uncompiled(), self._put_back(), unchanged_global_state(), frozen, reads_of(owners) as found:
             self._gradients(self._losses(probe))
         return found
 
@@ -237,7 +242,7 @@ class Memory:
         """Whether the losses, and their gradients, are the same with these values and with those."""
         found, gradients = list[Tensor](), list[Tensor]()
         for wanted in (one, one, other):
-            with self._put_back(), unchanged_global_state():
+            with self._put_back(), unchanged_global_state(), still(self._model, self._tables):
                 try:
                     owners = Held(self._holders()).owners if wanted else {}
                     for place, value in wanted.items():

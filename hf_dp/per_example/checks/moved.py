@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,19 @@ def has_other_rows(together: PerExampleGradients, i: int, alone: PerExampleGradi
     numbered = Tables.of({name: together.parameters[name] for name in tables})
     examples, rows = numbered.touched(together.factors)
     return not torch.equal(rows[examples == i], numbered.touched(alone.factors)[1])
+
+
+@contextmanager
+def still(model: nn.Module, tables: Collection[str]) -> Iterator[None]:
+    """Inside, tables of these names have no gradient, which would be as large as they are."""
+    trained = [p for name, p in model.named_parameters() if name in tables and p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
 
 
 def told_of_gradients(losses: Tensor, parameters: Iterable[nn.Parameter], others: Iterable[nn.Parameter]) -> Tensor:
