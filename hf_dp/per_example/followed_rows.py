@@ -56,7 +56,7 @@ class FollowedRows:
         """
         is_first = self.ambiguous_sizes is not None or not self.readings
         self._is_followed = is_first or self.readings.get(_ROWS) is not None
-        may_sort = list(modules) if is_first or ROUTED in self.readings.values() else []
+        may_sort = list(modules) if is_first or any(v.startswith(ROUTED) for v in self.readings.values()) else []
 
         def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._is_following:

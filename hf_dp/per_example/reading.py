@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_dp.per_example.followed_rows import FollowedRows, is_plainly_folded
 from hf_dp.per_example.rule import (
+    AND_ROUTED,
     BY_GRADIENT,
     INFERRED,
     MIXED,
@@ -43,10 +44,14 @@ class Reader(FollowedRows):
 
     def known(self, operation: str, parameters: list[str], given: Tensor | None) -> str | None:
         """How preflight saw such a use read, if it did."""
-        found = self.readings.get((operation, parameters[0], 0 if given is None else given.dim()))
+        found = self._seen(operation, parameters, given)
+        found = found if found is None else found.removeprefix(AND_ROUTED)
         if found == BY_GRADIENT:
             return "data" if given is not None and given.requires_grad else "constant"
         return found
+
+    def _seen(self, operation: str, parameters: list[str], given: Tensor | None) -> str | None:
+        return self.readings.get((operation, parameters[0], 0 if given is None else given.dim()))
 
     def example_axis(self, rows: int) -> str | None:
         """As what so many rows can be read."""
@@ -60,12 +65,13 @@ class Reader(FollowedRows):
         Raises:
             UnsupportedModelError: the shape has no reading, or may have another.
         """
-        order, known = None, self.known(rule.name, parameters, bound.input)
+        order, known = None, self._seen(rule.name, parameters, bound.input)
+        is_routed = known is not None and known.startswith(ROUTED)
         if bound.input is not None and bound.input.dim() and known != "constant":
-            order = self.routes.order(bound.input, rule.is_sorted or known == ROUTED)
+            order = self.routes.order(bound.input, rule.is_sorted or is_routed)
         if order is None:
             return Axis(self.batch_size, self._read(rule, bound, parameters))
-        if known not in (None, ROUTED) and not rule.is_sorted:
+        if known is not None and not is_routed and not rule.is_sorted:
             assert bound.input is not None
             self._unreadable(rule.name, bound.input, parameters, _NOT_IN_ORDER)
         if not self.routes.are_in_experts:

@@ -150,6 +150,8 @@ SECOND = "second"
 ROUTED = "routed"
 # First in one place, second in another.
 MIXED = "mixed"
+# Before how other rows of such a use were read, of which it is known that they are in order, or shared by all examples.
+AND_ROUTED = f"{ROUTED}, else "
 # Noted beside the reading of data that requires no gradient.
 PLAIN = "plain"
 BY_GRADIENT = "by gradient"
@@ -185,8 +187,8 @@ class Certificate(frozenset[Use]):
         """How first axes were read, by (operation, parameter, dimensions).
 
         "batch", "folded", "data" for both of these, "constant", or "either" for constant and another; BY_GRADIENT where
-        all the others require a gradient and no constant does; SECOND, or MIXED for this and another; ROUTED, for this
-        and others.
+        all the others require a gradient and no constant does; SECOND, or MIXED for this and another; ROUTED, and with
+        others AND_ROUTED and how these were read.
         """
         found: dict[tuple[str, str, int], set[str]] = {}
         for use in self | self.read:
@@ -202,8 +204,8 @@ def _joined(readings: set[str]) -> str:
         return next(iter(readings))
     if SECOND in readings:
         return MIXED
-    if ROUTED in readings:  # of others their shape tells
-        return ROUTED
+    if ROUTED in readings:
+        return AND_ROUTED + _joined(readings - {ROUTED} | ({PLAIN} if is_plain else set()))
     if "constant" in readings:
         return "either" if is_plain else BY_GRADIENT
     return "data"
