@@ -119,6 +119,17 @@ def are_put_back(
     return in_order(target if placed is None else placed, batch_size) == axis
 
 
+def are_even(source: Tensor, parts: Sequence[Tensor], batch_size: int) -> bool:
+    """Whether the rows that an index of these `parts` picks, of as many of each example, are as many of each, in
+    order."""
+    each, axes = len(source) // batch_size, sum(part.dim() if is_mask(part) else 1 for part in parts)
+    owners = torch.arange(batch_size, device=source.device).repeat_interleave(each)
+    found = owners.view(-1, *[1] * (axes - 1)).expand(source.shape[:axes])[tuple(parts)].reshape(-1)
+    return len(found) % batch_size == 0 and torch.equal(
+        found, owners[::each].repeat_interleave(len(found) // batch_size)
+    )
+
+
 def is_along(place: Place, args: Sequence[Any], kwargs: Any, source: Tensor, axis: int = 0) -> bool:
     """Whether an operation works along an axis, among others maybe."""
     if not place:

@@ -115,7 +115,8 @@ class FollowedRows:
         self._storages = {_storage(v) for v in given}
         self.counts = Counts.of(given, self.batch_size)
         # To follow each operation takes time, and nothing may follow from it.
-        self._picked = Picked(given, self.batch_size, self.counts.room) if self.readings.get(INFERS, True) else None
+        infers = bool(self.readings.get(INFERS, True))
+        self._picked = Picked(given, self.batch_size, self.counts.room, self.inferred) if infers else None
         try:
             with self._picked or nullcontext(), self._following() if self._is_followed else nullcontext():
                 yield

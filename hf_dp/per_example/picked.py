@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.axes import Axes, are_put_back, in_order, is_along, is_indexed, is_mask, numbers_of
+from hf_dp.per_example.axes import Axes, are_even, are_put_back, in_order, is_along, is_indexed, is_mask, numbers_of
 from hf_dp.per_example.picking import (
     CHOOSING,
     INDEXED_WRITES,
@@ -30,6 +30,7 @@ from hf_dp.per_example.picking import (
     WRITING,
     Operation,
 )
+from hf_dp.per_example.row_copies import RowCopies
 from hf_dp.per_example.watched import METADATA, WatchedParameter, flatten, tensors_in
 
 _OF_NO_NUMBERS = METADATA - {Tensor.grad.__get__}  # type: ignore[union-attr]
@@ -41,11 +42,11 @@ class Picked(TorchFunctionMode):
     Args:
         batch: its tensors.
         batch_size: B.
-        images: for how many there is room in the batch, where an example may have several: what becomes of those that
-            are not there is asked elsewhere.
+        images: for how many, several of each, there is room: what becomes of those not there is asked elsewhere.
+        inferred: as `RowCopies` has it.
     """
 
-    def __init__(self, batch: Iterable[Tensor], batch_size: int, images: int = 0) -> None:
+    def __init__(self, batch: Iterable[Tensor], batch_size: int, images: int = 0, inferred: Any = None) -> None:
         super().__init__()
         self._data: Any = WeakIdKeyDictionary()
         self._data.update((tensor, None) for tensor in batch)
@@ -63,7 +64,7 @@ class Picked(TorchFunctionMode):
         # Of what the operation at hand was given, for what is computed on the way to its result.
         self._within: tuple[str | None, bool | None] = None, None
         self._batch_size, self._images = batch_size, images
-        self.axes = Axes(batch_size)
+        self.axes, self.copies = Axes(batch_size), RowCopies(set() if inferred is None else inferred)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -76,12 +77,14 @@ class Picked(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             known = [self._one_of_each[a] for a in given if a in self._one_of_each] if len(self._one_of_each) else []
             by = next((self._picked[a] for a in given if a in self._picked), None) if len(self._picked) else None
+            self.copies.meet(given, known)
         before, self._within = self._within, (by, all(known) if known else None)
         try:
             output = func(*args, **kwargs)
         finally:
             self._within = before
         with torch._C.DisableTorchFunction():
+            self.copies.follow(given, output, self.is_data)
             if func is torch.arange and args == (self._batch_size,) and not kwargs.keys() - {"device", "dtype"}:
                 self._counted.update(() if output.is_inference() else ((output, output._version),))
             if data := [one for one in given if self.is_data(one)]:
@@ -292,9 +295,4 @@ class Picked(TorchFunctionMode):
         parts = op.args[1] if op.name == "__getitem__" and isinstance(op.args[1], tuple) else op.args[-1:]
         if op.name not in ("__getitem__", "index_select") or not all(isinstance(part, Tensor) for part in parts):
             return False
-        axes = sum(part.dim() if is_mask(part) else 1 for part in parts)
-        owners = torch.arange(size, device=source.device).repeat_interleave(len(source) // size)
-        found = owners.view(-1, *[1] * (axes - 1)).expand(source.shape[:axes])[tuple(parts)].reshape(-1)
-        return len(found) % size == 0 and torch.equal(
-            found, owners[:: len(source) // size].repeat_interleave(len(found) // size)
-        )
+        return are_even(source, parts, size)

@@ -12,6 +12,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from hf_dp.per_example.followed_rows import FollowedRows, is_plainly_folded
+from hf_dp.per_example.row_copies import Copy
 from hf_dp.per_example.rule import (
     AND_ROUTED,
     BY_GRADIENT,
@@ -153,6 +154,13 @@ class Reader(FollowedRows):
         reading = known or (self.example_axis(other.shape[0]) if may_be_data else None)
         return not other.requires_grad and reading in ("constant", None)
 
+    def check_rows(self, operation: str, given: Tensor, parameters: list[str]) -> None:
+        """Refuses rows beside copies for each example that are not as many of each, in order."""
+        if self.example_axis(len(given)) == "folded":
+            self.check_folded(operation, given, parameters)
+        else:
+            self._check_picked(operation, given, parameters)
+
     def check_folded(self, operation: str, given: Tensor, parameters: list[str]) -> None:
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
@@ -168,6 +176,11 @@ class Reader(FollowedRows):
             if not self.counts.is_even(each, given.shape[1:]):
                 self._unreadable(operation, given, parameters, _PACKED)
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
+
+    def note_copies(self, operation: str, parameters: list[str], made: Tensor, rows: int) -> None:
+        """Takes note of copies of parameters for so many rows; which rows these are is seen where they come to some."""
+        if self._picked is not None and self.batch_size > 1:
+            self._picked.copies.note(made, Copy(operation, parameters, rows))
 
     def _check_picked(self, operation: str, given: Tensor, parameters: list[str], axis: int = 0) -> None:
         """Refuses as many rows as examples that were picked, and are not one of each in order."""

@@ -187,8 +187,7 @@ def _along_first(
     if len(rows) > 1 or not data or any(t.dim() == dimensions and len(t) > 1 for t in watched):
         return None
     for tensor in led:
-        if reader.example_axis(len(tensor)) == "folded":
-            reader.check_folded(name, tensor, parameters)
+        reader.check_rows(name, tensor, parameters)
     shape = torch.broadcast_shapes(*(t.shape for t in tensors)) if is_whole else (-1,) * dimensions
     readings = ["batch"] if all(t.requires_grad for t in data) else ["batch", PLAIN]
 

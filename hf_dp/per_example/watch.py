@@ -247,6 +247,8 @@ class Watch:
             return self._constant(parameters, *by_rule(rule, given, operands, watched))
         output = recorded(bound.input if rule.is_sorted else given, Call(self, rule, operands, watched, axis))
         self.dtypes.add(output.dtype)
+        if bound.input is None:
+            self.reader.note_copies(rule.name, parameters, output, bound.options["rows"])
         return output if rule.is_sorted else axis.as_before(output)
 
     def _on_constants(

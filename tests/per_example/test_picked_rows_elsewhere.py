@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import HfDpError
 from hf_dp.per_example import loop, preflight, record
-from tests.per_example.small import Small, relative_error
+from tests.per_example.small import Small, parameter, relative_error
 
 WIDTH = 4
 
@@ -83,3 +84,26 @@ def test_what_all_examples_share_is_doubted_where_whole_rows_need_no_gradient() 
         return summed((rows @ prototypes).logsumexp(1), data["mask"]) + (m.project(x.mean(1)) @ prototypes).logsumexp(1)
 
     assert refused(function, marked(2, 1, 3), project=nn.Linear(WIDTH, 5))
+
+
+COPIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "less": lambda m, rows: rows - m.w,
+    "at most": lambda m, rows: torch.minimum(rows, m.w),
+    "expanded": lambda m, rows: rows.cos() * m.w.expand(len(rows), -1),
+    "repeated": lambda m, rows: rows.cos() * m.w.repeat(len(rows), 1),
+    "put before": lambda m, rows: torch.cat([m.w[None].expand(len(rows), -1, -1), rows[:, None]], 1).cos().prod(1),
+    "as a state": lambda m, rows: m.cell(rows, m.w.expand(len(rows), -1)),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_for_picked_rows_are_not_one_of_each_because_there_are_as_many(name: str) -> None:
+    """In the check each example had one."""
+
+    def function(m: Any, data: Any) -> Tensor:
+        h = m.linear(data["x"]).tanh()
+        return summed(COPIES[name](m, h[data["mask"].bool()]).square().sum(1), data["mask"]) + h.sum((1, 2))
+
+    cell = {"cell": nn.GRUCell(WIDTH, WIDTH)} if name == "as a state" else {}
+    count = refused(function, marked(1, 1, 1), linear=nn.Linear(WIDTH, WIDTH), w=parameter(1, WIDTH), **cell)
+    assert 0 < count < len(OTHERS)

@@ -84,7 +84,9 @@ def recurrence(
 
 def _split(given: Tensor, weight_ih: Tensor, weight_hh: Tensor, length: int) -> tuple[Tensor, Saved]:
     split = length * weight_ih.shape[1]
-    return given[:, :split].reshape(len(given), length, -1), given[:, split:].split(weight_hh.shape[1], 1)
+    return given[:, :split].reshape(len(given), length, weight_ih.shape[1]), given[:, split:].split(
+        weight_hh.shape[1], 1
+    )
 
 
 def _bind(
