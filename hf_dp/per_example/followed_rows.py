@@ -65,7 +65,7 @@ class FollowedRows:
                 return forward(*args, **kwargs)
 
         others = [one for one in may_sort if self._is_followed and not may_route(one) and not is_of_torch(one)]
-        hooks = self._in_order, self._restored, self.follow
+        hooks = self._in_order, self._restored, self.follow, self._is_data
         with in_experts(may_sort, self.routes, *hooks), wrapped(others, run):
             yield
 
@@ -73,7 +73,8 @@ class FollowedRows:
     def _following(self) -> Iterator[None]:
         self._is_following = True
         try:
-            with Following(self.routes, self._entered, self._back_in_order, self._takes_each):
+            hooks = self._entered, self._back_in_order, self._takes_each, self._is_data
+            with Following(self.routes, *hooks):
                 yield
         finally:
             self._is_following = False
@@ -93,6 +94,9 @@ class FollowedRows:
 
     def _takes_each(self, made: Tensor) -> bool:
         return self._picked is not None and self._picked.takes_each(made)
+
+    def _is_data(self, tensor: Tensor) -> bool:
+        return tensor.requires_grad if self._picked is None else self._picked.is_data(tensor)
 
     def _back_in_order(self, given: Tensor) -> None:
         """Takes note that rows which were picked are in order again, as they must be in each step."""

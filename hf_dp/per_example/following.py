@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_dp.per_example.routes import Routes, writes
-from hf_dp.per_example.row_picks import may_pick_or_write, name_of
+from hf_dp.per_example.routes import Routes
+from hf_dp.per_example.row_numbers import writes
+from hf_dp.per_example.row_picks import is_write, may_pick_or_write, name_of
 from hf_dp.per_example.watched import METADATA, tensors_in
 
 Enter = Callable[[Tensor], Tensor | None]
@@ -26,6 +27,7 @@ class Following(TorchFunctionMode):
         enter: as `Routes.followed` has it; inside experts, which were given theirs, None.
         restored: gets what lies in order again.
         takes_each: whether what was picked is one of each example anyway.
+        is_data: whether anything of the batch is in a tensor.
     """
 
     def __init__(
@@ -34,9 +36,11 @@ class Following(TorchFunctionMode):
         enter: Enter | None = None,
         restored: Callable[[Tensor], None] = lambda tensor: None,
         takes_each: Callable[[Tensor], bool] = lambda tensor: False,
+        is_data: Callable[[Tensor], bool] = lambda tensor: tensor.requires_grad,
     ) -> None:
         super().__init__()
-        self._routes, self._enter, self._restored, self._takes_each = routes, enter, restored, takes_each
+        self._routes, self._enter, self._restored = routes, enter, restored
+        self._takes_each, self._is_data = takes_each, is_data
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -47,14 +51,20 @@ class Following(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             given = [(a, writes(a)) for a in tensors_in(args, kwargs)]
             known = {id(a): self._routes.of(a) for a, _ in given}
+            is_blank = all(self._routes.is_blank(a) or not self._is_data(a) for a in tensors_in(args[:1]))
+            is_written = is_write(name_of(func)) and not is_blank and known.get(id(args[0])) is None
+            entered = self._enter(args[0]) if is_written and self._enter is not None else None
         output = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self._routes.note_made(name_of(func), args, kwargs, output, self._enter is None)
         if all(owners is None for owners in known.values()) and not may_pick_or_write(name_of(func)):
             return output
         with torch._C.DisableTorchFunction():
             made = tensors_in(output)
-            if any(map(self._takes_each, made)):
+            is_known = bool(args) and known.get(id(args[0])) is not None
+            if not is_known and any(map(self._takes_each, made)):
                 return output
-            owners = self._routes.followed(func, args, kwargs, output, known, self._enter)
+            owners = self._routes.followed(func, args, kwargs, output, known, self._enter, is_blank, entered)
             if isinstance(owners, list):
                 for piece, own in zip(made, owners, strict=True):
                     self._routes.note(piece, own)
@@ -74,6 +84,7 @@ def in_experts(
     in_order: Callable[[list[Tensor]], list[Tensor]],
     restored: Callable[[Tensor], None],
     sorted_before: Callable[[], None] = lambda: None,
+    is_data: Callable[[Tensor], bool] = lambda tensor: tensor.requires_grad,
 ) -> Iterator[None]:
     """Inside, the rows that `modules` of experts are given are followed while they run, also where they run once more.
 
@@ -82,6 +93,7 @@ def in_experts(
         routes: what is found of their tensors.
         in_order: of what a module is given, that of which all rows are the examples', one after another.
         restored: gets what a module gives if its rows are in order.
+        is_data: as `Following` has it.
         sorted_before: is called where rows had been sorted, or picked, before a module got them.
     """
 
@@ -96,7 +108,7 @@ def in_experts(
         for one in () if elsewhere else in_order(given):
             if routes.of(one) is None:
                 routes.note(one, routes.in_order(len(one), one.device))
-        with routes.inside_experts(), Following(routes):
+        with routes.inside_experts(), Following(routes, is_data=is_data):
             output = forward(*args, **kwargs)
         for one in filter(routes.is_restored, tensors_in(output)):
             restored(one)

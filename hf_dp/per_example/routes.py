@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_dp.per_example.row_numbers import RowNumbers, writes
 from hf_dp.per_example.row_operations import axis_of, is_elementwise, keeps_axes, works_by_rows
-from hf_dp.per_example.row_picks import JOINING, PIECES, Pick, Write, keeps_first, name_of, picked, written
+from hf_dp.per_example.row_picks import FINDING, JOINING, PIECES, Pick, Write, keeps_first, name_of, picked, written
 from hf_dp.per_example.rule import Order
-from hf_dp.per_example.watched import tensors_in
+from hf_dp.per_example.watched import WatchedParameter, tensors_in
 
 # Of tensors by their identity: for each of their rows the example.
 Known = dict[int, Tensor | None]
@@ -38,6 +39,10 @@ class Routes:
         self._in_order: dict[tuple[int, torch.device], Tensor] = {}
         self._orders: Any = WeakIdKeyDictionary()
         self._depth = 0
+        # By their number, and by its identity, what says whose rows are that were picked.
+        self._noted: dict[int, dict[int, Tensor]] = {}
+        self._numbers = RowNumbers()
+        self._blank: Any = WeakIdKeyDictionary()
 
     @property
     def are_in_experts(self) -> bool:
@@ -71,7 +76,7 @@ class Routes:
         if owners is None or len(owners) != len(tensor) or (self._are_in_order(owners) and not is_sorted):
             return None
         if owners not in self._orders:  # as they are of all that was computed from the same rows
-            self._orders[owners] = _order(owners, size)
+            self._orders[owners] = Order.of(owners, size)
         found: Order = self._orders[owners]
         return found
 
@@ -89,6 +94,19 @@ class Routes:
                 is_known = self._are_in_order(owners)
                 owners = self.in_order(len(owners), tensor.device) if is_known else owners.to(tensor.device)
             self._owners[tensor] = owners, writes(tensor)
+            if len(owners) % self._batch_size == 0 and not self._are_in_order(owners):
+                self._noted.setdefault(len(owners), {})[id(owners)] = owners
+
+    def note_made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, unseen: bool) -> None:
+        """Takes note of what an operation of this name gave, which tells of rows; `unseen` as `RowNumbers` has it."""
+        self._numbers.follow(name, args, kwargs, output, unseen)
+        if name.removeprefix("new_").removesuffix("_like") in ("zeros", "empty", "ones", "full"):
+            self._blank.update((one, writes(one)) for one in tensors_in(output))
+
+    def is_blank(self, tensor: Tensor) -> bool:
+        """Whether it, or what it is a view of, was made to be written to, and nothing was since."""
+        made = tensor if tensor._base is None else tensor._base
+        return bool(self._blank.get(made, -1) == writes(made))
 
     def in_order(self, rows: int, device: torch.device) -> Tensor:
         """The owners of so many rows that lie in order."""
@@ -110,11 +128,15 @@ class Routes:
         output: Any,
         known: Known,
         enter: Callable[[Tensor], Tensor | None] | None = None,
+        is_blank: bool = True,
+        entered: Tensor | None = None,
     ) -> Tensor | list[Tensor] | None:
         """Those of what an operation gave, from what was `known` of its arguments before; a list, of several pieces.
 
         Args:
             enter: gives the owners of what rows are picked of, and nothing is known of.
+            is_blank: whether there was no data in its first argument before.
+            entered: the owners of that by `enter`, before anything was written.
         """
         name, source = name_of(func), args[0] if args else None
         if name in JOINING:
@@ -123,10 +145,14 @@ class Routes:
             return None
         before = known.get(id(source))
         if (write := written(name, args, kwargs)) is not None:
-            return self._written(write, source, before, None if write.value is None else known.get(id(write.value)))
+            value = None if write.value is None else known.get(id(write.value))
+            if before is None and is_blank and source.dim():
+                return self._filled(write, source, value)
+            return self._written(write, entered if before is None else before, value)
         pick = picked(name, args, kwargs)
         are_pieces = name in PIECES and axis_of(2, args, kwargs) == 0
-        if before is None and enter is not None and (pick is not None or are_pieces or name in _REPEATING):
+        is_found = name in FINDING and (name != "where" or len(args) + len(kwargs) == 1)
+        if before is None and enter is not None and (pick is not None or are_pieces or is_found or name in _REPEATING):
             before = enter(source)
         if before is not None and len(before) != len(source) and name not in _VIEWS:  # (1, n, ...)
             return None
@@ -134,6 +160,9 @@ class Routes:
             before = next((owners for owners in known.values() if owners is not None), None)
         if before is None:
             return None
+        if is_found:
+            several = tensors_in(output)
+            return [before[output[:, 0] if isinstance(output, Tensor) else several[0]]] * len(several)
         if pick is not None:
             return self._picked(pick, before, is_sorting=enter is None)
         if name == "__getitem__":
@@ -150,25 +179,51 @@ class Routes:
         if not works_by_rows(name, args, kwargs) or not all(one.shape[:1] == before.shape for one in made):
             return None
         # What has fewer axes is not laid beside the first one.
-        is_aligned = not keeps_axes(name) or len({a.dim() for a in (source, *made, *others)}) < 2
+        is_aligned = not keeps_axes(name) or len({a.dim() for a in (*made, *others)}) < 2
+        if name == "where" and any(
+            self._may_lie_otherwise(a, before) for a in tensors_in(args, kwargs) if known.get(id(a)) is None
+        ):
+            return None
         return before if is_aligned and all(_are_same(before, known[id(a)]) for a in others) else None
 
-    def _picked(self, pick: Pick, before: Tensor, is_sorting: bool) -> Tensor:
+    def _picked(self, pick: Pick, before: Tensor, is_sorting: bool) -> Tensor | None:
         """Of rows that were picked; where a module is `is_sorting` those of experts, all of them go back in the end."""
         owners: Tensor = before[pick.rows]
+        if pick.are_numbers and not self._numbers.are_places(pick.rows, unseen=is_sorting):
+            # What all go back by leaves no room for others.
+            owners = self._sorted_back(owners)
+            is_back = self._are_in_order(owners) and (is_sorting or not self._are_in_order(before))
+            return owners if is_back else None
         # Of rows in order numbers may pick others in another micro-batch, and are none that put them back.
         may_be_back = pick.are_numbers and (is_sorting or not self._are_in_order(before))
         return self._sorted_back(owners) if may_be_back else owners
 
-    def _written(self, write: Write, target: Tensor, before: Tensor | None, value: Tensor | None) -> Tensor | None:
+    def _filled(self, write: Write, target: Tensor, value: Tensor | None) -> Tensor | None:
+        """Of rows that were made to be written to."""
+        places = torch.arange(len(target), device=target.device)
+        rows = places[write.rows]
+        if value is not None and value.shape == rows.shape and torch.equal(rows.sort()[0], places):
+            # All of them are written.
+            return self._sorted_back(torch.empty_like(value).index_copy_(0, rows, value))
+        # Those that are not lie as all others of as many do, which is not known where some were picked that do not.
+        is_summed = value is not None and value.shape == rows.shape and len(rows.unique()) < len(rows)
+        if len(target) % self._batch_size or self._has_uneven(len(target), value if is_summed else None):
+            return None
+        before = self.in_order(len(target), target.device)
+        return before if self._written(write, before, value) is before else None
+
+    def _has_uneven(self, rows: int, besides: Tensor | None) -> bool:
+        """Whether so many rows are known that do not lie in order, `besides` those that are added up."""
+        found = [one for one in self._noted.get(rows, {}).values() if not _are_same(one, besides)]
+        return not all(_are_same(one, self.in_order(rows, one.device)) for one in found)
+
+    def _written(self, write: Write, before: Tensor | None, value: Tensor | None) -> Tensor | None:
         """Of rows into which others were written, `value` being whose these are."""
         if value is None:  # a number, or the same for all rows
             is_same = write.value is None or (write.value.shape[:1].numel() == 1 and not write.value.requires_grad)
             return before if is_same else None
-        if before is None:  # a tensor that was made to be written to
-            if not target.dim() or len(target) % self._batch_size:
-                return None
-            before = self.in_order(len(target), target.device)
+        if before is None:
+            return None
         own = before[write.rows]
         if write.times > 1:
             value = value.repeat_interleave(write.times)[: len(own)]
@@ -212,31 +267,14 @@ class Routes:
         sizes = times if isinstance(times, (tuple, list)) else args
         return before.repeat(sizes[0]) if sizes and isinstance(sizes[0], int) else None
 
+    @staticmethod
+    def _may_lie_otherwise(other: Tensor, before: Tensor) -> bool:
+        """Whether these may be rows of other examples than those beside them, from which an operation may choose."""
+        is_data = other.requires_grad and not isinstance(other, (nn.Parameter, WatchedParameter))
+        return is_data and other.shape[:1] == before.shape and len(before) > 1
+
     def _are_in_order(self, owners: Tensor) -> bool:
         return owners is self._in_order.get((len(owners), owners.device))
-
-
-def writes(tensor: Tensor) -> int:
-    """Torch's count of writes to a tensor."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _order(owners: Tensor, size: int) -> Order:
-    """That of rows of these owners, of so many examples."""
-    if not len(owners):
-        return Order(owners, owners, owners.new_zeros(size, dtype=torch.bool))
-    at, counts = owners.argsort(stable=True), owners.bincount(minlength=size)
-    most = int(counts.max())
-    if most * size == len(owners):
-        return Order(at, at.argsort())
-    places, first = torch.arange(most, device=at.device), counts.cumsum(0) - counts
-    used = (places < counts[:, None]).flatten()
-    index = first[:, None] + places.minimum((counts - 1).clamp_(min=0)[:, None])
-    at = at[index.clamp_(max=len(at) - 1).flatten()]
-    back = torch.empty_like(owners)
-    back[at[used]] = used.nonzero().squeeze(1)
-    is_none = counts == 0
-    return Order(at, back, used, is_none.repeat_interleave(most) if bool(is_none.any()) else None)
 
 
 def _are_same(first: Tensor, second: Tensor | None) -> bool:
@@ -247,5 +285,9 @@ def _joined(args: tuple[Any, ...], kwargs: dict[str, Any], known: Known) -> Tens
     """Of rows one below another."""
     pieces: Sequence[Tensor] = args[0] if args else kwargs.get("tensors", ())
     owners = [known.get(id(one)) for one in pieces]
-    found = [one for one in owners if one is not None]
-    return torch.cat(found) if axis_of(1, args, kwargs) == 0 and found and len(found) == len(owners) else None
+    axis, found = axis_of(1, args, kwargs), [one for one in owners if one is not None]
+    if not found or len(found) != len(owners):
+        return None
+    if axis == 0:
+        return torch.cat(found)
+    return found[0] if axis % pieces[0].dim() and all(_are_same(found[0], one) for one in found) else None

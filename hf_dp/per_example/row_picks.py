@@ -12,6 +12,8 @@ from hf_dp.per_example.row_operations import axis_of
 
 JOINING = ("cat", "concat", "concatenate")
 PIECES = ("split", "chunk", "tensor_split", "split_with_sizes")
+# What gives the numbers of some rows, which are of these rows.
+FINDING = ("nonzero", "argwhere", "where")
 _ADDING = ("index_add", "scatter_add", "scatter_reduce")
 
 
@@ -51,6 +53,11 @@ def name_of(func: Any) -> str:
 def may_pick_or_write(name: str) -> bool:
     """Whether an operation of this name may have to do with rows of which nothing is known."""
     return name in _NAMES or name.removesuffix("_") in _WRITING
+
+
+def is_write(name: str) -> bool:
+    """Whether an operation of this name may write rows."""
+    return name in _WRITING or name.removesuffix("_") in _WRITING
 
 
 def picked(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pick | None:
@@ -123,4 +130,4 @@ def _are_numbers(index: Any) -> bool:
 
 
 _WRITING = (*_ADDING, "index_copy", "index_put", "masked_scatter", "scatter", "__setitem__")
-_NAMES = (*JOINING, *PIECES, "__getitem__", "index_select", "repeat_interleave", "repeat")
+_NAMES = (*JOINING, *PIECES, *FINDING, "__getitem__", "index_select", "repeat_interleave", "repeat")

@@ -56,6 +56,24 @@ class Order(NamedTuple):
     used: Tensor | None = None
     blank: Tensor | None = None
 
+    @staticmethod
+    def of(owners: Tensor, size: int) -> Order:
+        """That of rows of these owners (n,), of so many examples."""
+        if not len(owners):
+            return Order(owners, owners, owners.new_zeros(size, dtype=torch.bool))
+        at, counts = owners.argsort(stable=True), owners.bincount(minlength=size)
+        most = int(counts.max())
+        if most * size == len(owners):
+            return Order(at, at.argsort())
+        places, first = torch.arange(most, device=at.device), counts.cumsum(0) - counts
+        used = (places < counts[:, None]).flatten()
+        index = first[:, None] + places.minimum((counts - 1).clamp_(min=0)[:, None])
+        at = at[index.clamp_(max=len(at) - 1).flatten()]
+        back = torch.empty_like(owners)
+        back[at[used]] = used.nonzero().squeeze(1)
+        is_none = counts == 0
+        return Order(at, back, used, is_none.repeat_interleave(most) if bool(is_none.any()) else None)
+
 
 class Axis(NamedTuple):
     """How the example axis of an input is read: "batch" (B, ...), "folded" (B*k, ...), or "constant": in none.

@@ -35,6 +35,8 @@ def owners_after(work: Callable[[Tensor], Any], enter: bool = False) -> list[int
     """Whose each row is after `work`, as is found: inside experts, or where nothing was known before."""
     module, routes, x = Sorts(work), Routes(B), torch.randn(ROWS, 6)
     if enter:
+        for places in (PERM, PLACES, UNDER):
+            routes.note_made("argsort", (), {}, places, unseen=False)
         with Following(routes, lambda source: routes.in_order(len(source), source.device)):
             module(x)
     else:
@@ -69,13 +71,17 @@ BY_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "weighted by as many": lambda x: x[PERM] * x[:, :1][PERM],
     "index_select": lambda x: x.index_select(0, PERM),
     "picked with all features": lambda x: x[PERM, :],
-    "picked by a list": lambda x: x[PERM.tolist()],
     "index_select by name": lambda x: x.index_select(dim=0, index=PERM),
     "for two experts each": lambda x: x.repeat_interleave(2, dim=0)[2 * PERM],
     "laid out for two, and picked": lambda x: x[:, None].expand(-1, 2, -1).reshape(2 * ROWS, 6)[2 * PERM + 1],
     "once more after all": lambda x: x.repeat(2, 1)[PERM + ROWS],
     "picked twice": lambda x: x[PERM.flip(0)][torch.arange(ROWS).flip(0)],
 }
+
+
+def test_rows_are_followed_by_a_list_too_where_a_module_sorts_them() -> None:
+    assert owners_after(lambda x: x[PERM.tolist()]) == SORTED
+    assert owners_after(lambda x: x[PERM.tolist()], enter=True) is None
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
@@ -102,6 +108,9 @@ PICKED: dict[str, Callable[[Tensor], Tensor]] = {
     "beside a number for each": lambda x: torch.ones(len(PLACES), 1) * x[MASK],
     "in longer rows, and shorter": lambda x: x[MASK].view(-1, 2, 3).reshape(-1, 3)[::2],
     "written": lambda x: written_at(torch.zeros(ROWS, 6), PLACES, x[PLACES])[MASK],
+    "where they are": lambda x: torch.where(MASK)[0][:, None].float(),
+    "where they are, below one another": lambda x: MASK[:, None].nonzero()[:, :1],
+    "beside one another": lambda x: torch.cat([x[MASK], x[PLACES] * 2], -1),
     "of ids": lambda x: F.embedding((x[:, :1] * 0).long()[MASK], torch.ones(3, 6)).flatten(1),
 }
 
@@ -138,7 +147,6 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "summed for others": lambda x: torch.zeros(B, 6).index_add(0, OWNERS[MASK].flip(0), x[MASK]),
     "laid out over more": lambda x: x[MASK].expand(len(PLACES), len(PLACES), 6),
     "through as many matrices": lambda x: x[MASK].unsqueeze(1) @ torch.ones(len(PLACES), 6, 2),
-    "where they are": lambda x: torch.where(x[:, 0] < 9)[0][:, None].float(),
     "some columns of one row for all": lambda x: x[MASK].sum(0, keepdim=True).expand(len(PLACES), 6),
     "written by others": lambda x: written_at(x[MASK], slice(0, 2), torch.ones(2, 6)),
 }
@@ -164,8 +172,9 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "a product of rows": lambda x: torch.ones(ROWS, ROWS) @ x[PERM],
     "written in place": lambda x: x[PERM].index_copy_(0, PERM, torch.ones(ROWS, 6)),
     "written through a view": lambda x: written(x[PERM]),
-    "added to others": lambda x: torch.zeros_like(x).index_add(0, PERM.flip(0), x[PERM]),
+    "added to others": lambda x: torch.zeros_like(x).index_add(0, PERM.flip(0)[1:], x[PERM][1:]),
     "set": lambda x: set_rows(x[PERM]),
+    "joined with rows of others": lambda x: torch.cat([x[PERM], x[PERM.flip(0)]], 1),
     "laid along the other axis": lambda x: torch.ones(ROWS, ROWS) * x[PERM][:, 0],
     "beside rows of others": lambda x: x[PERM] * x[PERM.flip(0)],
     "transposed": lambda x: x[PERM][:, :, None].expand(-1, -1, ROWS).transpose(0, 2),
