@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.axes import Axes, are_even, are_put_back, in_order, is_along, is_indexed, is_mask, numbers_of
+from hf_dp.per_example.axes import Axes, are_put_back, in_order, is_along, is_indexed, is_mask, numbers_of
 from hf_dp.per_example.picking import (
     CHOOSING,
     INDEXED_WRITES,
@@ -31,6 +31,7 @@ from hf_dp.per_example.picking import (
     Operation,
 )
 from hf_dp.per_example.row_copies import RowCopies
+from hf_dp.per_example.through_views import ThroughViews
 from hf_dp.per_example.watched import METADATA, WatchedParameter, flatten, tensors_in
 
 _OF_NO_NUMBERS = METADATA - {Tensor.grad.__get__}  # type: ignore[union-attr]
@@ -63,6 +64,8 @@ class Picked(TorchFunctionMode):
         self._taken: Any = WeakIdKeyDictionary()
         # Of what the operation at hand was given, for what is computed on the way to its result.
         self._within: tuple[str | None, bool | None] = None, None
+        # What was written through views of it.
+        self.through = ThroughViews(batch_size)
         self._batch_size, self._images = batch_size, images
         self.axes, self.copies = Axes(batch_size), RowCopies(set() if inferred is None else inferred)
 
@@ -76,7 +79,7 @@ class Picked(TorchFunctionMode):
         given = tensors_in(args, kwargs)
         with torch._C.DisableTorchFunction():
             known = [self._one_of_each[a] for a in given if a in self._one_of_each] if len(self._one_of_each) else []
-            by = next((self._picked[a] for a in given if a in self._picked), None) if len(self._picked) else None
+            by = next((found for a in given if (found := self._picked_by(a))), None) if len(self._picked) else None
             self.copies.meet(given, known)
         before, self._within = self._within, (by, all(known) if known else None)
         try:
@@ -100,6 +103,7 @@ class Picked(TorchFunctionMode):
             return
         written = [one._base for one in made if one._base is not None] + given[: op.is_written]
         self._data.update((one, None) for one in (*made, *written))
+        self._one_of_each.update(self.through.written(op, by, any(a in self._indexed for a in given)))
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
         rows = [one for one in made if one.dtype != torch.bool]
         if op.name == "stack":
@@ -122,8 +126,8 @@ class Picked(TorchFunctionMode):
             self._note_owners(op)
         if picks:
             if any(one.dim() and len(one) != self._batch_size for one in changed):
-                is_even = not is_written and self._is_even(op)
-                self._are_even.update((one, is_even) for one in rows if not is_written)
+                is_even = not is_written and op.source not in self._picked and op.is_even(self._batch_size)
+                self._are_even.update((one, is_even) for one in (*rows, *changed))
                 # Of a mask's as many of each now need not be as many of each later.
                 if not is_even or any(map(is_mask, flatten(op.args[1:]))):
                     by = by or name.strip("_")
@@ -146,6 +150,9 @@ class Picked(TorchFunctionMode):
             if is_whole is not None:
                 known = [self._one_of_each.get(given[0], True) and is_whole]
                 self._one_of_each.update((one, known[0]) for one in changed if is_written)
+        known += op.found_one_of_each(self._batch_size)
+        if is_written and not axis and op.args[-1] in self._one_of_each and len(changed[0]) == self._batch_size:
+            self._one_of_each[changed[0]] = self._one_of_each[op.args[-1]]
         if by is not None:
             self._picked.update((one, by) for one in rows)
         if known:
@@ -159,10 +166,14 @@ class Picked(TorchFunctionMode):
 
     def picked_by(self, tensor: Tensor) -> str | None:
         """Which operation picked rows that `tensor` was computed from; None if none did."""
-        return self._picked.get(tensor, None if tensor in self._data else self._within[0])  # type: ignore[no-any-return]
+        return self._picked_by(tensor) or (None if tensor in self._data else self._within[0])
+
+    def _picked_by(self, tensor: Tensor) -> str | None:
+        return self._picked.get(tensor) or self.through.of(tensor) or None
 
     def forget(self, tensor: Tensor) -> None:
         """Takes note that its rows are as many of each, in order, however they came there."""
+        self.through.forget(tensor)
         for known in (self._picked, self._one_of_each, self._are_even, self._indexed, self._owners):
             known.pop(tensor, None)
 
@@ -286,13 +297,3 @@ class Picked(TorchFunctionMode):
             if all(bool((one.reshape(size, -1) == first).all()) for one in found):
                 return True
         return False
-
-    def _is_even(self, op: Operation) -> bool:
-        """Whether the rows that an index picks of B k are known to be as many of each example, in order."""
-        source, size = op.source, self._batch_size
-        if source is None or len(source) % size or source in self._picked or op.kwargs:
-            return False
-        parts = op.args[1] if op.name == "__getitem__" and isinstance(op.args[1], tuple) else op.args[-1:]
-        if op.name not in ("__getitem__", "index_select") or not all(isinstance(part, Tensor) for part in parts):
-            return False
-        return are_even(source, parts, size)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.axes import Place, is_mask
+from hf_dp.per_example.axes import Place, are_even, is_mask
 from hf_dp.per_example.watched import flatten, tensors_in
 
 INDEXING = frozenset(("__getitem__", "index"))
@@ -92,6 +92,23 @@ class Operation(NamedTuple):
     def on(self, numbers: Tensor) -> list[Tensor]:
         """What it gives of these in place of its first argument."""
         return flatten(self.func(numbers, *self.args[1:], **self.kwargs))
+
+    def is_even(self, size: int) -> bool:
+        """Whether the rows that an index picks, of as many of each of so many examples, are as many of each again."""
+        if self.source is None or len(self.source) % size or self.kwargs:
+            return False
+        parts = self.args[1] if self.name == "__getitem__" and isinstance(self.args[1], tuple) else self.args[-1:]
+        are_tensors = all(isinstance(part, Tensor) for part in parts)
+        return self.name in ("__getitem__", "index_select") and are_tensors and are_even(self.source, parts, size)
+
+    def found_one_of_each(self, size: int) -> list[bool]:
+        """Whether rows that were searched for are one of each of so many examples, in order; nothing of others."""
+        source, several = self.source, tensors_in(self.output)
+        is_search = self.name in ("nonzero", "argwhere") or (self.name == "where" and len(self.args) == 1)
+        if not is_search or source is None or not source.dim() or len(source) % size or len(several[0]) != size:
+            return []
+        first = several[0] if several[0].dim() == 1 else several[0][:, 0]
+        return [torch.equal(first // (len(source) // size), torch.arange(size, device=first.device))]
 
     def as_of_rows(self) -> Operation:
         """A lookup in rows that were computed from the batch is a pick of them."""

@@ -31,6 +31,7 @@ _PACKED = "it may be packed, with other numbers of rows for each of"
 _SORTED = "call model.set_experts_implementation('grouped_mm'), with which it is known whose each row is"
 _BATCHED = "call model.set_experts_implementation('batched_mm'), with which Transformers' experts keep them in order"
 _NOT_IN_ORDER = "its rows were picked, and are not one of each, in order, of"
+_AGAIN = "a checkpoint computes it again without what picked its rows, which may be more of some than of others of"
 _SECOND = "neither its first axis nor its second can be read as"
 _WHOLE = (
     "pick them by a mask or by numbers, h[mask], and let what follows work on each row by itself; let each example "
@@ -71,6 +72,9 @@ class Reader(FollowedRows):
         if bound.input is not None and bound.input.dim() and known != "constant":
             order = self.routes.order(bound.input, rule.is_sorted or is_routed)
         if order is None:
+            if is_routed and self.batch_size > 1 and self._picked is None and self._has_looked:
+                assert bound.input is not None
+                self._unreadable(rule.name, bound.input, parameters, _AGAIN)
             return Axis(self.batch_size, self._read(rule, bound, parameters))
         if known is not None and not is_routed and not rule.is_sorted:
             assert bound.input is not None
@@ -165,6 +169,11 @@ class Reader(FollowedRows):
         """Refuses rows that may be packed: so many in all, but not the same number of each example."""
         each = given.shape[0] // self.batch_size
         self._check_picked(operation, given, parameters)
+        by = None if self._picked is None else self._picked.through.of(given)
+        if by:
+            self._unreadable(operation, given, parameters, _NOT_IN_ORDER)
+        if by is not None:
+            self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
         if is_plainly_folded(given, self.batch_size):
             self.counts.add_plain(each, given.shape[1:-1])
         elif given.numel() and self.batch_size > 1:

@@ -1,0 +1,52 @@
+"""Rows that are written through a view change what it is a view of, and all other views of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_dp.per_example.picking import Operation
+from hf_dp.per_example.watched import tensors_in
+
+
+class ThroughViews:
+    """Follows picked rows that are written, all of them, into a view.
+
+    Args:
+        batch_size: B.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._by: Any = WeakIdKeyDictionary()
+        self._batch_size = batch_size
+
+    def written(self, op: Operation, by: str | None, is_indexed: bool) -> list[tuple[Tensor, bool]]:
+        """What was changed, as many rows as examples, and whether it is one of each as far as anybody knows.
+
+        Args:
+            op: what was run.
+            by: what picked rows before that it was given, maybe more of some examples than of others.
+            is_indexed: whether it was given any rows that were picked.
+        """
+        view = op.source
+        if not is_indexed or view is None or view._base is None or op.is_written:
+            return []
+        if not any(one is view for one in tensors_in(op.output, op.kwargs)):
+            return []
+        base, size = view._base, self._batch_size
+        self._by[base] = by or self._by.get(base, "")
+        return [(base, not self._by[base])] * (base.shape[:1] == (size,) != view.shape[:1])
+
+    def of(self, tensor: Tensor) -> str | None:
+        """Which operation picked what was written into the memory of a tensor, if any did; "" if it is of all alike."""
+        if not len(self._by):
+            return None
+        return self._by.get(tensor if tensor._base is None else tensor._base)  # type: ignore[no-any-return]
+
+    def forget(self, tensor: Tensor) -> None:
+        """Takes note that what lies there is in order."""
+        base = tensor if tensor._base is None else tensor._base
+        if base.numel() == tensor.numel():
+            self._by.pop(base, None)
