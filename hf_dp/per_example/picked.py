@@ -64,9 +64,7 @@ class Picked(TorchFunctionMode):
         self._taken: Any = WeakIdKeyDictionary()
         # Of what the operation at hand was given, for what is computed on the way to its result.
         self._within: tuple[str | None, bool | None] = None, None
-        # What was written through views of it.
-        self.through = ThroughViews(batch_size)
-        self._batch_size, self._images = batch_size, images
+        self._batch_size, self._images, self.through = batch_size, images, ThroughViews(batch_size)
         self.axes, self.copies = Axes(batch_size), RowCopies(set() if inferred is None else inferred)
 
     def __torch_function__(
@@ -101,7 +99,7 @@ class Picked(TorchFunctionMode):
         self.axes.follow(data, made := tensors_in(op.output))
         if op.name in MAKING:
             return
-        written = [one._base for one in made if one._base is not None] + given[: op.is_written]
+        written = [one._base for one in made if one._base is not None] + given[: op.is_in_place]
         self._data.update((one, None) for one in (*made, *written))
         self._one_of_each.update(self.through.written(op, by, any(a in self._indexed for a in given)))
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
@@ -112,7 +110,7 @@ class Picked(TorchFunctionMode):
         if op.name == "embedding" and table is not None and self.is_data(table) and {a.dim() for a in given} == {1, 2}:
             op, given = op.as_of_rows(), [table]
         name, is_written = op.name, op.is_written
-        changed = given[:1] if is_written else rows if name in MAY_PICK else []
+        changed = given[:1] if op.is_in_place else rows if is_written or name in MAY_PICK else []
         picks = bool(changed) and self._picks(op)
         axis = self._axis(op) if changed else 0
         picks_other = axis > 0 and self._picks(op, axis)
@@ -151,8 +149,9 @@ class Picked(TorchFunctionMode):
                 known = [self._one_of_each.get(given[0], True) and is_whole]
                 self._one_of_each.update((one, known[0]) for one in changed if is_written)
         known += op.found_one_of_each(self._batch_size)
-        if is_written and not axis and op.args[-1] in self._one_of_each and len(changed[0]) == self._batch_size:
-            self._one_of_each[changed[0]] = self._one_of_each[op.args[-1]]
+        if is_written and not axis and (value := op.args[-1]) in self._one_of_each:
+            known_of = self._one_of_each[value]
+            self._one_of_each.update((one, known_of) for one in changed if len(one) == self._batch_size)
         if by is not None:
             self._picked.update((one, by) for one in rows)
         if known:

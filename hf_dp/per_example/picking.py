@@ -76,7 +76,7 @@ class Operation(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Whether it changes its first argument."""
+        """Whether it writes rows into its first argument, or a copy of that."""
         return self.name in INDEXED_WRITES or self.name.removesuffix("_") in WRITING
 
     @property
@@ -88,6 +88,11 @@ class Operation(NamedTuple):
         are_rows = all(part.dim() == 1 and not is_mask(part) for part in tensors_in(parts))
         others = all(isinstance(part, (Tensor, int, slice)) and not isinstance(part, bool) for part in parts)
         return parts[0] if are_rows and others else None
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it changes its first argument."""
+        return self.name == "__setitem__" or (self.is_written and self.name.endswith("_"))
 
     def on(self, numbers: Tensor) -> list[Tensor]:
         """What it gives of these in place of its first argument."""

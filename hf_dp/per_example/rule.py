@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors
+from hf_dp.per_example.order import Order
 
 # What a rule saves, and what its backward pass gives: the input's gradient, and the factors by role.
 Saved = tuple[Tensor, ...]
@@ -38,41 +40,6 @@ class Operands(NamedTuple):
         value = self.parameters[role]
         assert value is not None
         return value
-
-
-class Order(NamedTuple):
-    """Where the rows of each example are among n rows that lie in some other order.
-
-    Attributes:
-        at: (B*k,) where those of the first example are, those of the second, and so on; some come again where an
-            example has fewer than k.
-        back: (n,) where each row is in `at`.
-        used: (B*k,) whether one comes for the first time; None if all do. Where n is 0, (B,): each has a row of zeros.
-        blank: (B*k,) whether an example has none at all; None if all have some.
-    """
-
-    at: Tensor
-    back: Tensor
-    used: Tensor | None = None
-    blank: Tensor | None = None
-
-    @staticmethod
-    def of(owners: Tensor, size: int) -> Order:
-        """That of rows of these owners (n,), of so many examples."""
-        if not len(owners):
-            return Order(owners, owners, owners.new_zeros(size, dtype=torch.bool))
-        at, counts = owners.argsort(stable=True), owners.bincount(minlength=size)
-        most = int(counts.max())
-        if most * size == len(owners):
-            return Order(at, at.argsort())
-        places, first = torch.arange(most, device=at.device), counts.cumsum(0) - counts
-        used = (places < counts[:, None]).flatten()
-        index = first[:, None] + places.minimum((counts - 1).clamp_(min=0)[:, None])
-        at = at[index.clamp_(max=len(at) - 1).flatten()]
-        back = torch.empty_like(owners)
-        back[at[used]] = used.nonzero().squeeze(1)
-        is_none = counts == 0
-        return Order(at, back, used, is_none.repeat_interleave(most) if bool(is_none.any()) else None)
 
 
 class Axis(NamedTuple):
@@ -196,9 +163,22 @@ class Certificate(frozenset[Use]):
         return made
 
     def covers(self, uses: Iterable[Use]) -> bool:
-        """Whether all `uses` were seen; folded with one row for each example is the same as not folded."""
+        """Whether all `uses` were seen; folded with one row for each example is the same as not folded.
+
+        Of experts that are alike but for their numbers one speaks for others that no row of the check was given. Whose
+        their rows are follows from no shape.
+        """
         same = {"batch": "folded", "folded": "batch"}
-        return all(u in self or u._replace(reading=same.get(u.reading, u.reading)) in self for u in uses)
+        return all(
+            u in self
+            or u._replace(reading=same.get(u.reading, u.reading)) in self
+            or (u.reading == ROUTED and _without_number(u) in self._routed)
+            for u in uses
+        )
+
+    @cached_property
+    def _routed(self) -> frozenset[Use]:
+        return frozenset(_without_number(use) for use in self if use.reading == ROUTED)
 
     @cached_property
     def readings(self) -> Readings:
@@ -214,6 +194,10 @@ class Certificate(frozenset[Use]):
         infers = any(INFERRED in seen for seen in found.values())
         readings = {key: _joined(seen - {INFERRED}) for key, seen in found.items()}
         return {**readings, INFERS: INFERRED if infers else ""}
+
+
+def _without_number(use: Use) -> Use:
+    return use._replace(parameter=re.sub(r"\d+", "*", use.parameter))
 
 
 def _joined(readings: set[str]) -> str:
