@@ -44,19 +44,29 @@ class FollowedRows:
     _has_looked: bool = False
     _is_followed: bool = False
     _is_following: bool = False
+    _others: list[nn.Module] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.counts, self.routes = Counts(self.batch_size), Routes(self.batch_size)
 
     @contextmanager
     def followed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside, rows are followed through those `modules` that may sort them by something else than examples.
-
-        Where rows are picked elsewhere, through all: what a checkpoint computes again begins at any of them.
-        """
+        """Inside, rows are followed through those `modules` that may sort them by something else than examples."""
         is_first = self.ambiguous_sizes is not None or not self.readings
         self._is_followed = is_first or self.readings.get(_ROWS) is not None
         may_sort = list(modules) if is_first or any(v.startswith(ROUTED) for v in self.readings.values()) else []
+
+        self._others = [one for one in may_sort if self._is_followed and not may_route(one) and not is_of_torch(one)]
+        try:
+            with in_experts(may_sort, self.routes, self._in_order, self._restored, self.follow, self._is_data):
+                yield
+        finally:
+            self._others = []
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside is the backward pass: what a checkpoint computes again is followed too, at whichever module it
+        begins."""
 
         def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if self._is_following:
@@ -64,9 +74,7 @@ class FollowedRows:
             with self._following():
                 return forward(*args, **kwargs)
 
-        others = [one for one in may_sort if self._is_followed and not may_route(one) and not is_of_torch(one)]
-        hooks = self._in_order, self._restored, self.follow, self._is_data
-        with in_experts(may_sort, self.routes, *hooks), wrapped(others, run):
+        with wrapped(self._others, run):
             yield
 
     @contextmanager

@@ -105,7 +105,8 @@ class Watch:
         """The backward pass, in which the uses hand on their factors."""
         self.is_final = True
         self.are_in_full = are_in_full(losses.device)
-        losses.backward(torch.ones_like(losses))
+        with self.reader.again():
+            losses.backward(torch.ones_like(losses))
 
     def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward pass of an attached model: the losses (B,), with their graph."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_dp.errors import UnseenUseError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.in_groups import InGroups
@@ -113,7 +114,19 @@ def scattered(self: Any, h: Tensor) -> Tensor:
     return made
 
 
-HOW = {one.__name__: one for one in (places_added, sorted_and_back, masked, in_pieces, scattered)}
+def left_out(self: Any, h: Tensor) -> Tensor:
+    """Experts that get no token are not called."""
+    rows = h.view(-1, WIDTH)
+    gates, made = self.router(rows).softmax(-1), torch.zeros_like(rows)
+    chosen = gates.argmax(-1)
+    for number, expert in enumerate(self.experts):
+        places = chosen.eq(number).nonzero().squeeze(1)
+        if len(places):
+            made[places] += gates[places, number, None] * expert(rows[places])
+    return made.view_as(h)
+
+
+HOW = {one.__name__: one for one in (places_added, sorted_and_back, masked, in_pieces, scattered, left_out)}
 OTHERS = ((1, 9), (7, 3), (2, 1), (3, 3), (5, 16))
 
 
@@ -134,6 +147,35 @@ def exact(model: nn.Module, loss: Any = losses, tables: tuple[str, ...] = ()) ->
 def test_experts_in_a_loop_are_exact(how: str, is_checkpointed: bool) -> None:
     """Also where an expert gets no token, or one of each example, and with other numbers of these."""
     exact(Texts(HOW[how], is_checkpointed))
+
+
+@pytest.mark.parametrize("how", [left_out, scattered])
+def test_no_chance_of_routing_is_refused(how: Any) -> None:
+    """An expert that no token of the check came to, one that as many tokens as examples come to, and none at all."""
+    for seed in range(8):
+        model = Texts(how)
+        torch.manual_seed(seed)
+        for block in model.blocks:
+            nn.init.normal_(block.router.weight, std=3)
+        certificate = preflight(model, losses, texts(3, 4))
+        for size, length in OTHERS:
+            data = texts(size, length)
+            found = record(model, losses, data, certificate=certificate)
+            assert relative_error(found, loop(model, losses, data)) <= 1e-12
+
+
+def test_an_expert_of_another_kind_is_not_taken_to_be_like_others() -> None:
+    def without_the_last(self: Any, h: Tensor) -> Tensor:
+        for expert in self.experts[:2] if len(h) < 20 else self.experts[2:]:
+            h = h.masked_scatter(h[..., :1] > 0, expert(h[h[..., 0] > 0]))
+        return h
+
+    model = Texts(without_the_last)
+    for block in model.blocks:
+        block.experts[2] = nn.LayerNorm(WIDTH).double()
+    certificate = preflight(model, losses, texts())
+    with pytest.raises(UnseenUseError, match="layer_norm"):
+        record(model, losses, texts(29, 3), certificate=certificate)
 
 
 def test_rows_of_tables_are_exact_too() -> None:

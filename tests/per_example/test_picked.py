@@ -372,6 +372,15 @@ def refused_once_kinds_differ(how: Any) -> None:
         record(model, of_their_kinds, of_kinds(1, 0, 1, 0, 0), certificate=certificate)
 
 
+def test_rows_that_are_written_into_a_copy_leave_what_was_copied() -> None:
+    x = torch.randn(3, 2, 4)
+    with Picked([x], 3) as picked:
+        h = x * 2
+        made = h.masked_scatter(torch.ones(3, 2, 1, dtype=torch.bool), h[torch.tensor([1, 1, 0])])
+        assert picked.has_one_of_each(h) is None
+        assert picked.has_one_of_each(made) is False
+
+
 def test_what_takes_its_shape_from_data_is_data_once_it_was_written() -> None:
     x = torch.randn(3, 3)
     with Picked([x], 3) as picked:
