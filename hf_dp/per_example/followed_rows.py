@@ -93,7 +93,7 @@ class FollowedRows:
             return None
         if not source.requires_grad and (self._picked is None or not self._picked.is_data(source)):
             return None
-        if self._picked is not None and self._picked.axes.of(source):
+        if self._picked is not None and (self._picked.axes.of(source) or self._picked.are_images(source)):
             return None
         is_plain = len(source) == self.batch_size or is_plainly_folded(source, self.batch_size)
         if self._was_picked(source) or not (is_plain or self._is_even(source)):

@@ -19,11 +19,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_dp.per_example.axes import Axes, are_put_back, in_order, is_along, is_indexed, is_mask, numbers_of
 from hf_dp.per_example.picking import (
     CHOOSING,
-    INDEXED_WRITES,
-    INDEXING,
+    INDEXES,
     JOINING,
     MAKING,
     MAY_PICK,
+    NO_NUMBERS,
     PICKING,
     TURNING,
     VIEWING,
@@ -32,9 +32,7 @@ from hf_dp.per_example.picking import (
 )
 from hf_dp.per_example.row_copies import RowCopies
 from hf_dp.per_example.through_views import ThroughViews
-from hf_dp.per_example.watched import METADATA, WatchedParameter, flatten, tensors_in
-
-_OF_NO_NUMBERS = METADATA - {Tensor.grad.__get__}  # type: ignore[union-attr]
+from hf_dp.per_example.watched import WatchedParameter, flatten, tensors_in
 
 
 class Picked(TorchFunctionMode):
@@ -71,7 +69,7 @@ class Picked(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Most that it is asked for is a tensor's shape and the like, and what follows would ask for some itself.
-        if func in _OF_NO_NUMBERS:
+        if func in NO_NUMBERS:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         given = tensors_in(args, kwargs)
@@ -176,6 +174,10 @@ class Picked(TorchFunctionMode):
         for known in (self._picked, self._one_of_each, self._are_even, self._indexed, self._owners):
             known.pop(tensor, None)
 
+    def are_images(self, source: Tensor) -> bool:
+        """Whether it has all that there is room for."""
+        return 0 < self._images == len(source) and source.dim() > 2 and not source.requires_grad
+
     def takes_each(self, tensor: Tensor) -> bool:
         """Whether it was picked by the numbers of all examples, in order, as the model counted them."""
         return tensor in self._taken
@@ -257,12 +259,12 @@ class Picked(TorchFunctionMode):
             return False
         # What is joined may begin with nothing (an empty cache), which has one axis.
         source = max(tensors, key=Tensor.dim) if name in JOINING else tensors[0]
-        if self._images and source.dim() > 2 and len(source) == self._images and not source.requires_grad:
+        if self.are_images(source):
             return False
-        if name in INDEXING | INDEXED_WRITES:
+        if name in INDEXES:
             index = args[1] if name.startswith("__") else tuple(slice(None) if i is None else i for i in args[1])
             # What looks up rows of a table has as many as it was given numbers of rows.
-            is_lookup = name in INDEXING and not self.is_data(source) and not any(map(is_mask, flatten(index)))
+            is_lookup = not op.is_written and not self.is_data(source) and not any(map(is_mask, flatten(index)))
             return not is_lookup and is_indexed(source, index, axis)
         if name == "repeat_interleave":
             is_uneven = any(isinstance(a, Tensor) and a.numel() > 1 for a in (*args[1:], *kwargs.values()))

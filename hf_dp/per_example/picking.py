@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.axes import Place, are_even, is_mask
-from hf_dp.per_example.watched import flatten, tensors_in
+from hf_dp.per_example.watched import METADATA, flatten, tensors_in
 
+# Asked for what is no number in a tensor.
+NO_NUMBERS = METADATA - {Tensor.grad.__get__}  # type: ignore[union-attr]
 INDEXING = frozenset(("__getitem__", "index"))
 # Of these each number of the result is one of the first argument's, wherever that is chosen by the others.
 CHOOSING = INDEXING.union(
@@ -17,6 +19,7 @@ CHOOSING = INDEXING.union(
     ("split", "chunk", "vsplit", "hsplit", "dsplit"),
 )
 INDEXED_WRITES = frozenset(("__setitem__", "index_put", "index_put_"))
+INDEXES = INDEXING | INDEXED_WRITES
 JOINING = frozenset(("cat", "concat", "concatenate", "vstack", "row_stack"))
 # What takes shape and kind from its first argument, and no numbers.
 MAKING = frozenset(

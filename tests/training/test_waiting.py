@@ -202,7 +202,8 @@ RECORDED: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, torch.dty
     "pictures": (
         lambda: tiny("smolvlm", "image_text", torch.float32),
         batches_of("smolvlm", "image_text"),
-        {**READ, "tolist": 1},
+        # Whose each is, once it was taken into its text.
+        {**READ, "tolist": 1, "equal": 7, "nonzero": 2},
     ),
 }
 

@@ -21,7 +21,7 @@ class Corrections:
         self._sums[name] = total + mean, count + 1
         # Evaluation makes no gradients, and what it is corrected by says nothing of a step.
         if torch.is_grad_enabled():
-            largest = torch.stack([of_heads.amax(), of_heads.where(of_heads.isfinite(), 0.0).amax()])
+            largest = torch.stack([of_heads.amax(), of_heads.nan_to_num(0.0, 0.0, 0.0).amax()])
             self._largest[name] = torch.maximum(self._largest.get(name, largest), largest)
 
     def take_means(self) -> dict[str, float]:
