@@ -98,7 +98,7 @@ COPIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_copies_for_picked_rows_are_not_one_of_each_because_there_are_as_many(name: str) -> None:
+def test_failure_113_copies_for_picked_rows_are_not_one_of_each_because_there_are_as_many(name: str) -> None:
     """In the check each example had one."""
 
     def function(m: Any, data: Any) -> Any:
@@ -144,7 +144,7 @@ def copied(whole: Tensor, rows: Tensor, into_all: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SORTED)
-def test_rows_in_another_order_than_in_the_check_are_refused(name: str) -> None:
+def test_failure_114_rows_in_another_order_than_in_the_check_are_refused(name: str) -> None:
     """Marked ones last, where in the check all were, or none."""
 
     def function(m: Any, data: Any) -> Any:
