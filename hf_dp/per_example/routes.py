@@ -202,11 +202,14 @@ class Routes:
         """Of rows that were made to be written to."""
         places = torch.arange(len(target), device=target.device)
         rows = places[write.rows]
-        if value is not None and value.shape == rows.shape and torch.equal(rows.sort()[0], places):
-            # All of them are written.
-            return self._sorted_back(torch.empty_like(value).index_copy_(0, rows, value))
+        is_matched = value is not None and value.shape == rows.shape
+        several = len(rows.unique())
+        if is_matched and several == len(places):  # all of them are written
+            assert value is not None
+            owners = torch.empty_like(places).index_copy_(0, rows, value)
+            return self._sorted_back(owners) if torch.equal(owners[rows], value) else None
         # Those that are not lie as all others of as many do, which is not known where some were picked that do not.
-        is_summed = value is not None and value.shape == rows.shape and len(rows.unique()) < len(rows)
+        is_summed = is_matched and several < len(rows)
         if len(target) % self._batch_size or self._has_uneven(len(target), value if is_summed else None):
             return None
         before = self.in_order(len(target), target.device)

@@ -130,6 +130,10 @@ BACK: dict[str, Callable[[Tensor], Tensor]] = {
     "copied": lambda x: torch.zeros(ROWS, 6).index_copy(0, PERM, x[PERM]),
     "put": lambda x: torch.zeros(ROWS, 6).index_put((PERM,), x[PERM]),
     "scattered": lambda x: torch.zeros(ROWS, 6).scatter_add(0, PERM[:, None].expand(-1, 6), x[PERM]),
+    "added twice, beside as many in another order": lambda x: (
+        x[PERM],
+        torch.zeros(ROWS, 6).index_add(0, PERM.repeat(2), x[PERM].repeat(2, 1)),
+    )[1],
     "scattered by a mask": lambda x: torch.zeros(ROWS, 6).masked_scatter(MASK[:, None], x[MASK]),
     "summed for each example": lambda x: torch.zeros(B, 6).index_add(0, OWNERS[MASK], x[MASK]),
 }
