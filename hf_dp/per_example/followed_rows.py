@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.counts import Counts
 from hf_dp.per_example.following import Following, in_experts, is_of_torch, may_route, wrapped
 from hf_dp.per_example.picked import Picked
@@ -74,8 +76,19 @@ class FollowedRows:
             with self._following():
                 return forward(*args, **kwargs)
 
-        with wrapped(self._others, run):
-            yield
+        try:
+            with wrapped(self._others, run):
+                yield
+        except CheckpointError as error:
+            # Of a function, and no module, nobody knows again whose rows are: they are cut in another way.
+            if not any(use.operation == _ROWS[0] for use in self.inferred):
+                raise
+            raise UnsupportedModelError(
+                "a checkpoint that computes rows again in another way than before, some of which were picked.",
+                why="it is a function's, and rows are followed in modules alone when they are computed again, so it is "
+                "not known whose they are.",
+                fix="let the checkpoint run a module (checkpoint(self.block, x)) that picks its rows itself, or none.",
+            ) from error
 
     @contextmanager
     def _following(self) -> Iterator[None]:

@@ -198,6 +198,21 @@ def test_what_a_checkpoint_computes_again_of_picked_rows(reentrant: bool, counts
     assert bool(refused(function, marked(*counts), **layers())) == reentrant
 
 
+def test_a_checkpoint_of_a_function_that_picks_rows_is_refused_by_name() -> None:
+    """And not by torch, which finds other tensors than it had kept, where another one is reentrant: then a backward
+    pass tells what there is to check."""
+
+    def function(m: Any, data: Any) -> Any:
+        h = checkpoint(m.other, m.linear(data["x"]).tanh(), use_reentrant=True)
+        return checkpoint(
+            lambda h: summed(m.third(h[data["mask"].bool()]).square().sum(1), data["mask"]), h, use_reentrant=False
+        )
+
+    model = Small(function, **layers(), third=nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(HfDpError, match="a checkpoint"):
+        preflight(model, loss, marked(1, 1, 1))
+
+
 HONEST: dict[str, Callable[[Any, Any], Tensor]] = {
     "a norm's weight first": lambda m, data: summed(
         m.other(m.linear.weight[0] * picked(m, data)).square().sum(1), data["mask"]
