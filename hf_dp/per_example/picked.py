@@ -197,8 +197,10 @@ class Picked(TorchFunctionMode):
         return found
 
     def _note_owners(self, op: Operation, axis: int = 0) -> None:
-        """Whose the rows are that are picked of B."""
+        """Whose the rows are that are picked of B, one of each: of others their numbers do not tell."""
         if op.name not in CHOOSING or op.source is None or op.source.shape[axis] != self._batch_size:
+            return
+        if self._one_of_each.get(op.source) is False:
             return
         picked = op.on(numbers_of(op.source, axis, self._batch_size))
         for one, own in zip(tensors_in(op.output), picked, strict=True):

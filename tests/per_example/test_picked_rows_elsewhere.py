@@ -213,6 +213,19 @@ def test_a_checkpoint_of_a_function_that_picks_rows_is_refused_by_name() -> None
         preflight(model, loss, marked(1, 1, 1))
 
 
+@pytest.mark.parametrize("join", [torch.vstack, torch.cat])
+def test_picked_rows_one_by_one_below_another_are_no_row_of_each(join: Callable[[Any], Tensor]) -> None:
+    """Nor where there are as many as examples, row i of them being row i again."""
+
+    def function(m: Any, data: Any) -> Any:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"].bool()
+        rows = h[mask].cumsum(1)
+        rows = join(rows.split(1)) if len(rows) else rows
+        return summed(m.other(rows).square().sum(1), mask) + h.sum((1, 2))
+
+    assert refused(function, marked(1, 1, 1), **layers())
+
+
 HONEST: dict[str, Callable[[Any, Any], Tensor]] = {
     "a norm's weight first": lambda m, data: summed(
         m.other(m.linear.weight[0] * picked(m, data)).square().sum(1), data["mask"]
