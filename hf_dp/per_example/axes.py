@@ -126,7 +126,7 @@ def are_even(source: Tensor, parts: Sequence[Tensor], batch_size: int) -> bool:
     owners = torch.arange(batch_size, device=source.device).repeat_interleave(each)
     found = owners.view(-1, *[1] * (axes - 1)).expand(source.shape[:axes])[tuple(parts)].reshape(-1)
     return len(found) % batch_size == 0 and torch.equal(
-        found, owners[::each].repeat_interleave(len(found) // batch_size)
+        found, owners[:: max(each, 1)].repeat_interleave(len(found) // batch_size)
     )
 
 

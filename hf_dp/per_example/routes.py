@@ -253,7 +253,7 @@ class Routes:
             return self.in_order(rows, before.device) if rows % self._batch_size == 0 else None
         if rows and rows % max(len(before), 1) == 0 and len(before):
             return before.repeat_interleave(rows // len(before))
-        if not rows or len(before) % rows:
+        if not rows or not len(before) or len(before) % rows:
             return None
         pieces = before.view(rows, -1)
         return self._sorted_back(pieces[:, 0]) if bool((pieces == pieces[:, :1]).all()) else None

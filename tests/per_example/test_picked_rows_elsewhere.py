@@ -226,6 +226,30 @@ def test_picked_rows_one_by_one_below_another_are_no_row_of_each(join: Callable[
     assert refused(function, marked(1, 1, 1), **layers())
 
 
+TURNED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "by numbers twice": lambda rows, back: rows[back][back],
+    "written, and seen as several": lambda rows, back: (
+        torch.zeros_like(rows).index_add(0, back, rows)[None].expand(2, -1, -1).reshape(-1, WIDTH)
+    ),
+    "joined, and seen as several": lambda rows, back: (
+        torch.cat([torch.zeros_like(rows).index_add(0, back, rows)] * 2).view(2, len(rows), WIDTH).sum(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_no_rows_that_are_turned_round_are_exact_or_refused(name: str) -> None:
+    """Where no position is marked no example has any."""
+
+    def function(m: Any, data: Any) -> Any:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"].bool()
+        rows = h[mask]
+        made = TURNED[name](rows, torch.arange(len(rows)).flip(0))[: len(rows)]
+        return summed(m.other(made).square().sum(1), mask) + h.sum((1, 2))
+
+    refused(function, marked(1, 1, 1), **layers())
+
+
 HONEST: dict[str, Callable[[Any, Any], Tensor]] = {
     "a norm's weight first": lambda m, data: summed(
         m.other(m.linear.weight[0] * picked(m, data)).square().sum(1), data["mask"]
