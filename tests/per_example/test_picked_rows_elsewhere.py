@@ -232,7 +232,7 @@ TURNED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         torch.zeros_like(rows).index_add(0, back, rows)[None].expand(2, -1, -1).reshape(-1, WIDTH)
     ),
     "joined, and seen as several": lambda rows, back: (
-        torch.cat([torch.zeros_like(rows).index_add(0, back, rows)] * 2).view(2, len(rows), WIDTH).sum(0)
+        torch.cat([torch.zeros_like(rows).index_add(0, back.flip(0), rows)] * 2).view(2, len(rows), WIDTH).sum(0)
     ),
 }
 
