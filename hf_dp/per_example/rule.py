@@ -131,7 +131,7 @@ class Use(NamedTuple):
 
 
 SECOND = "second"
-# Rows that a module sorted, of which `routes.py` knows whose they are.
+# Rows that a module sorted, of which `followed/routes.py` knows whose they are.
 ROUTED = "routed"
 # First in one place, second in another.
 MIXED = "mixed"

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.axes import Axes, are_put_back, in_order, is_along, is_indexed, is_mask, numbers_of
-from hf_dp.per_example.picking import (
+from hf_dp.per_example.followed.axes import Axes, are_put_back, in_order, is_along, is_indexed, is_mask, numbers_of
+from hf_dp.per_example.followed.copies import RowCopies
+from hf_dp.per_example.followed.picking import (
     CHOOSING,
     INDEXES,
     JOINING,
@@ -30,8 +31,7 @@ from hf_dp.per_example.picking import (
     WRITING,
     Operation,
 )
-from hf_dp.per_example.row_copies import RowCopies
-from hf_dp.per_example.through_views import ThroughViews
+from hf_dp.per_example.followed.views import ThroughViews
 from hf_dp.per_example.watched import WatchedParameter, flatten, tensors_in
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example import loop, preflight, record
-from hf_dp.per_example.picked import Picked
+from hf_dp.per_example.followed.picked import Picked
 from tests.per_example.small import relative_error
 
 MARK = 8

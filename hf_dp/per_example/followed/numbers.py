@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.axes import is_mask
+from hf_dp.per_example.followed.axes import is_mask
 from hf_dp.per_example.watched import tensors_in
 
 _FOUND = ("nonzero", "argwhere", "argsort", "arange", "randperm")

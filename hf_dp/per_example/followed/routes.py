@@ -16,10 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_dp.per_example.followed.numbers import RowNumbers, writes
+from hf_dp.per_example.followed.operations import axis_of, is_elementwise, keeps_axes, works_by_rows
+from hf_dp.per_example.followed.picks import (
+    FINDING,
+    JOINING,
+    PIECES,
+    Pick,
+    Write,
+    keeps_first,
+    name_of,
+    picked,
+    written,
+)
 from hf_dp.per_example.order import Order
-from hf_dp.per_example.row_numbers import RowNumbers, writes
-from hf_dp.per_example.row_operations import axis_of, is_elementwise, keeps_axes, works_by_rows
-from hf_dp.per_example.row_picks import FINDING, JOINING, PIECES, Pick, Write, keeps_first, name_of, picked, written
 from hf_dp.per_example.watched import WatchedParameter, tensors_in
 
 # Of tensors by their identity: for each of their rows the example.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.picking import Operation
+from hf_dp.per_example.followed.picking import Operation
 from hf_dp.per_example.watched import tensors_in
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.counts import Counts
-from hf_dp.per_example.following import Following, in_experts, is_of_torch, may_route, wrapped
-from hf_dp.per_example.picked import Picked
-from hf_dp.per_example.routes import Routes
+from hf_dp.per_example.followed.counts import Counts
+from hf_dp.per_example.followed.following import Following, in_experts, is_of_torch, may_route, wrapped
+from hf_dp.per_example.followed.picked import Picked
+from hf_dp.per_example.followed.routes import Routes
 from hf_dp.per_example.rule import INFERRED, INFERS, ROUTED, Readings, Use
 from hf_dp.per_example.watched import WatchedParameter
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.axes import is_mask
-from hf_dp.per_example.row_operations import axis_of
+from hf_dp.per_example.followed.axes import is_mask
+from hf_dp.per_example.followed.operations import axis_of
 
 JOINING = ("cat", "concat", "concatenate")
 PIECES = ("split", "chunk", "tensor_split", "split_with_sizes")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_dp.per_example.routes import Routes
-from hf_dp.per_example.row_numbers import writes
-from hf_dp.per_example.row_picks import is_write, may_pick_or_write, name_of
+from hf_dp.per_example.followed.numbers import writes
+from hf_dp.per_example.followed.picks import is_write, may_pick_or_write, name_of
+from hf_dp.per_example.followed.routes import Routes
 from hf_dp.per_example.watched import METADATA, tensors_in
 
 Enter = Callable[[Tensor], Tensor | None]

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dp.per_example.following import Following, in_experts
-from hf_dp.per_example.routes import Routes
+from hf_dp.per_example.followed.following import Following, in_experts
+from hf_dp.per_example.followed.routes import Routes
 from hf_dp.per_example.rule import Axis
 
 B, EACH = 3, 4

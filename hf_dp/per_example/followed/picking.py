@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.axes import Place, are_even, is_mask
+from hf_dp.per_example.followed.axes import Place, are_even, is_mask
 from hf_dp.per_example.watched import METADATA, flatten, tensors_in
 
 # Asked for what is no number in a tensor.
