@@ -39,8 +39,7 @@ class Picked(TorchFunctionMode):
     """Follows the data of one forward pass.
 
     Args:
-        batch: its tensors.
-        batch_size: B.
+        batch: its tensors, of `batch_size` examples, B.
         images: for how many, several of each, there is room: what becomes of those not there is asked elsewhere.
         inferred: as `RowCopies` has it.
     """
@@ -198,12 +197,11 @@ class Picked(TorchFunctionMode):
 
     def _note_owners(self, op: Operation, axis: int = 0) -> None:
         """Whose the rows are that are picked of B, one of each: of others their numbers do not tell."""
-        if op.name not in CHOOSING or op.source is None or op.source.shape[axis] != self._batch_size:
+        source, size = op.source, self._batch_size
+        if op.name not in CHOOSING or source is None or self._one_of_each.get(source) is False:
             return
-        if self._one_of_each.get(op.source) is False:
-            return
-        picked = op.on(numbers_of(op.source, axis, self._batch_size))
-        for one, own in zip(tensors_in(op.output), picked, strict=True):
+        made = tensors_in(op.output) if source.shape[axis] == size else []
+        for one, own in zip(made, op.on(numbers_of(source, axis, size)) if made else [], strict=True):
             if one.dim() > axis:
                 numbers = own.movedim(axis, 0)
                 self._owners[one] = axis, numbers.reshape(len(numbers), -1)[:, 0] if own.numel() else own.flatten()

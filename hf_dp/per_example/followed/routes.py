@@ -16,19 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_dp.per_example.followed import picks
 from hf_dp.per_example.followed.numbers import RowNumbers, writes
 from hf_dp.per_example.followed.operations import axis_of, is_elementwise, keeps_axes, works_by_rows
-from hf_dp.per_example.followed.picks import (
-    FINDING,
-    JOINING,
-    PIECES,
-    Pick,
-    Write,
-    keeps_first,
-    name_of,
-    picked,
-    written,
-)
 from hf_dp.per_example.order import Order
 from hf_dp.per_example.watched import WatchedParameter, tensors_in
 
@@ -148,20 +138,20 @@ class Routes:
             is_blank: whether there was no data in its first argument before.
             entered: the owners of that by `enter`, before anything was written.
         """
-        name, source = name_of(func), args[0] if args else None
-        if name in JOINING:
+        name, source = picks.name_of(func), args[0] if args else None
+        if name in picks.JOINING:
             return _joined(args, kwargs, known)
         if not isinstance(source, Tensor):
             return None
         before = known.get(id(source))
-        if (write := written(name, args, kwargs)) is not None:
+        if (write := picks.written(name, args, kwargs)) is not None:
             value = None if write.value is None else known.get(id(write.value))
             if before is None and is_blank and source.dim():
                 return self._filled(write, source, value)
             return self._written(write, entered if before is None else before, value)
-        pick = picked(name, args, kwargs)
-        are_pieces = name in PIECES and axis_of(2, args, kwargs) == 0
-        is_found = name in FINDING and (name != "where" or len(args) + len(kwargs) == 1)
+        pick = picks.picked(name, args, kwargs)
+        are_pieces = name in picks.PIECES and axis_of(2, args, kwargs) == 0
+        is_found = name in picks.FINDING and (name != "where" or len(args) + len(kwargs) == 1)
         if before is None and enter is not None and (pick is not None or are_pieces or is_found or name in _REPEATING):
             before = enter(source)
         if before is not None and len(before) != len(source) and name not in _VIEWS:  # (1, n, ...)
@@ -176,7 +166,7 @@ class Routes:
         if pick is not None:
             return self._picked(pick, before, is_sorting=enter is None)
         if name == "__getitem__":
-            return before if keeps_first(args[1], source.dim()) else None
+            return before if picks.keeps_first(args[1], source.dim()) else None
         if name in _REPEATING:
             return self._repeated(name, before, args[1:], kwargs)
         if name == "sort":
@@ -196,7 +186,7 @@ class Routes:
             return None
         return before if is_aligned and all(_are_same(before, known[id(a)]) for a in others) else None
 
-    def _picked(self, pick: Pick, before: Tensor, is_sorting: bool) -> Tensor | None:
+    def _picked(self, pick: picks.Pick, before: Tensor, is_sorting: bool) -> Tensor | None:
         """Of rows that were picked; where a module is `is_sorting` those of experts, all of them go back in the end."""
         owners: Tensor = before[pick.rows]
         if pick.are_numbers and not self._numbers.are_places(pick.rows, unseen=is_sorting):
@@ -208,7 +198,7 @@ class Routes:
         may_be_back = pick.are_numbers and (is_sorting or not self._are_in_order(before))
         return self._sorted_back(owners) if may_be_back else owners
 
-    def _filled(self, write: Write, target: Tensor, value: Tensor | None) -> Tensor | None:
+    def _filled(self, write: picks.Write, target: Tensor, value: Tensor | None) -> Tensor | None:
         """Of rows that were made to be written to."""
         places = torch.arange(len(target), device=target.device)
         rows = places[write.rows]
@@ -230,7 +220,7 @@ class Routes:
         found = [one for one in self._noted.get(rows, {}).values() if not _are_same(one, besides)]
         return not all(_are_same(one, self.in_order(rows, one.device)) for one in found)
 
-    def _written(self, write: Write, before: Tensor | None, value: Tensor | None) -> Tensor | None:
+    def _written(self, write: picks.Write, before: Tensor | None, value: Tensor | None) -> Tensor | None:
         """Of rows into which others were written, `value` being whose these are."""
         if value is None:  # a number, or the same for all rows
             is_same = write.value is None or (write.value.shape[:1].numel() == 1 and not write.value.requires_grad)
