@@ -90,7 +90,7 @@ def written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write |
         if any(index.stride()[1:]) or index.shape != args[3].shape:
             return None
         index = index[(slice(None), *[0] * (index.dim() - 1))]
-    return Write(index, args[3], name in _ADDING) if _are_numbers(index) else None
+    return Write(index, args[3], name in _ADDING or "reduce" in kwargs) if _are_numbers(index) else None
 
 
 def keeps_first(index: Any, dimensions: int) -> bool:

@@ -236,7 +236,8 @@ class Routes:
             return None
         owners = before.clone()
         owners[write.rows] = value
-        return self._sorted_back(owners)
+        # Of two that are written into one place nobody knows which is left there.
+        return self._sorted_back(owners) if torch.equal(owners[write.rows], value) else None
 
     def _sorted_back(self, owners: Tensor) -> Tensor:
         """The same, called what it is where all rows are in order."""

@@ -148,6 +148,10 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "added": lambda x: torch.zeros_like(x).index_add_(0, PERM, x),
     "set by another mask, in part": lambda x: written_at(torch.zeros(ROWS, 6), (MASK.flip(0), 0), x[MASK][:, 0]),
     "scattered by another mask": lambda x: torch.zeros(ROWS, 6).masked_scatter(MASK.flip(0)[:, None], x[MASK]),
+    "scattered and added": lambda x: x[PERM].scatter(
+        0, torch.arange(ROWS)[:, None].expand(-1, 6), x[PERM.flip(0)], reduce="add"
+    ),
+    "two in one place": lambda x: written_at(x[PERM], torch.tensor([0, 0]), x[torch.arange(ROWS)[[0, ROWS - 1]]]),
     "summed for others": lambda x: torch.zeros(B, 6).index_add(0, OWNERS[MASK].flip(0), x[MASK]),
     "laid out over more": lambda x: x[MASK].expand(len(PLACES), len(PLACES), 6),
     "through as many matrices": lambda x: x[MASK].unsqueeze(1) @ torch.ones(len(PLACES), 6, 2),
