@@ -21,49 +21,13 @@ from torch.nn.utils import get_total_norm
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import UnsupportedModelError
-
-_CHECKPOINTED = "_checkpoint_wrapped_module."
-
-
-def named_modules(model: nn.Module, *, by_each_name: bool = False) -> list[tuple[str, nn.Module]]:
-    """As of the method of this name, which hands on each of thousands of modules through all that it lies in; if
-    `by_each_name`, one that lies in several comes as often."""
-    found, known = list[tuple[str, nn.Module]](), set[int]()
-    to_do: list[tuple[str, nn.Module]] = [("", model)]
-    while to_do:
-        path, module = to_do.pop()
-        if id(module) in known and not by_each_name:
-            continue
-        if by_each_name and path.count(".") > 1000:  # as deep as torch's own walk comes
-            raise RecursionError(f"modules lie in one another without end: {path[:60]}...")
-        known.add(id(module))
-        found.append((path, module))
-        if inner := module._modules:
-            begin = f"{path}." if path else ""
-            to_do += [(begin + name, one) for name, one in reversed(inner.items()) if one is not None]
-    return found
+from hf_dp.per_example.modules import named_modules, names_in, parameters_of, plain_name, trained_in
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters, those that FSDP2 shards as shards; tied names collapse to the first."""
     reshard(model)
     return trained_in(named_modules(model))
-
-
-def trained_in(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter]:
-    """The same of all modules of a model, by their names, whose shards are where they belong."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    with torch._C.DisableTorchFunction():  # of a check's modes, each would be asked for each attribute
-        for name, p in _trained(modules):
-            found.setdefault(id(p), (name, p))
-    return dict(found.values())
-
-
-def _trained(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
-    for path, module in modules:
-        for last, p in module._parameters.items():
-            if p is not None and p.requires_grad:
-                yield f"{path}.{last}" if path else last, p
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -76,7 +40,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether any parameter is in shards, so that all ranks must run the model at the same time."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
+    return any(isinstance(p, DTensor) for p in parameters_of(model))
 
 
 def dtypes_of_shards(model: nn.Module) -> set[torch.dtype]:
@@ -112,11 +76,6 @@ def refuse_unknown_shards(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what accelerate's activation checkpointing puts into it."""
-    return name.replace(_CHECKPOINTED, "")
-
-
 def tied(model: nn.Module) -> set[frozenset[str]]:
     """The names of each parameter that has several."""
     names: dict[int, list[str]] = {}
@@ -129,14 +88,6 @@ def all_names(model: nn.Module) -> dict[str, frozenset[str]]:
     """Of each trainable parameter, by its first name, all that it has."""
     reshard(model)
     return names_in(named_modules(model, by_each_name=True))
-
-
-def names_in(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, frozenset[str]]:
-    """The same of all modules of a model, by each of their names."""
-    names: dict[int, list[str]] = {}
-    for name, p in _trained(modules):
-        names.setdefault(id(p), []).append(name)
-    return {group[0]: frozenset(map(plain_name, group)) for group in names.values()}
 
 
 def refuse_broken_ties(before: set[frozenset[str]], model: nn.Module) -> None:

@@ -32,11 +32,12 @@ from hf_dp.per_example.functions import Applied, by_rows, functions_seen
 from hf_dp.per_example.idle import without_idle
 from hf_dp.per_example.ieee import are_in_full, full_precision, whole_sums
 from hf_dp.per_example.leaves import refusing_others
+from hf_dp.per_example.modules import named_modules, trained_in
 from hf_dp.per_example.precision import sum_dtypes
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.rules.composites import COMPOSITES
-from hf_dp.per_example.sharding import named_modules, refuse_unknown_shards, reshard, trained_in, watched_when_whole
+from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, watched_when_whole
 from hf_dp.per_example.use import Call, copied, name_of, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain, tensors_in
 
@@ -103,8 +104,7 @@ class Watch:
 
     def backward(self, losses: Tensor) -> None:
         """The backward pass, in which the uses hand on their factors."""
-        self.is_final = True
-        self.are_in_full = are_in_full(losses.device)
+        self.is_final, self.are_in_full = True, are_in_full(losses.device)
         with self.reader.again():
             losses.backward(torch.ones_like(losses))
 

@@ -16,10 +16,11 @@ from hf_dp.errors import HfDpError
 from hf_dp.noise.source import NoiseSource
 from hf_dp.per_example import RowSum, sparse_gradient
 from hf_dp.per_example.long_sums import LongSums
+from hf_dp.per_example.modules import named_modules, names_in, parameters_of, trained_in
 from hf_dp.per_example.precision import sum_dtype
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rule import refuse_differing
-from hf_dp.per_example.sharding import as_sums, like, local, named_modules, names_in, reshard, trained_in
+from hf_dp.per_example.sharding import as_sums, like, local, reshard
 
 # Numbers between the beginnings of two gradients in one buffer: 128 bytes of float32; and of one buffer, if it has
 # several gradients: of weights in 16 bits each goes as soon as their gradients were made of it.
@@ -75,7 +76,7 @@ class ClippedSum:
         self._gradients = {name: held[name] for name in dense}
         self._sums = as_sums(self._gradients, self._parameters)
         # Shards are summed over the ranks once, if until then all whole gradients are no larger than one parameter.
-        largest = max(p.numel() for p in model.parameters()) if sharded else 0
+        largest = max(p.numel() for p in parameters_of(model)) if sharded else 0
         is_little = sum(p.numel() for p in sharded.values()) <= largest
         self._whole = {name: _whole_zeros(p) for name, p in sharded.items()} if is_little else {}
         # Into a shard come examples of all ranks, unless they are summed whole first.

@@ -14,6 +14,7 @@ import hf_dp.ranks as ranks
 from hf_dp.accounting.events import large_delta_in_words
 from hf_dp.config.units import drawn_are
 from hf_dp.errors import ConfigurationError
+from hf_dp.per_example.modules import parameters_of
 from hf_dp.per_example.sharding import local, total_norm
 from hf_dp.step.plan import Plan
 
@@ -54,7 +55,7 @@ class Magnitudes:
     """
 
     def __init__(self, plan: Plan, model: nn.Module, by_rows: Collection[str] = ()) -> None:
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in parameters_of(model) if p.requires_grad]
         self._count = sum(p.numel() for p in trained)
         self._limit = _LOST * max(1.0, self._root_mean_square(model))
         deviation, clipping = plan.noise_standard_deviation, plan.clipping.sensitivity
@@ -117,7 +118,7 @@ class Magnitudes:
             )
 
     def _root_mean_square(self, model: nn.Module) -> float:
-        held = [(p, local(p.detach())) for p in model.parameters() if p.requires_grad]
+        held = [(p, local(p.detach())) for p in parameters_of(model) if p.requires_grad]
         return float(total_norm(held)) / math.sqrt(max(1, self._count))
 
 

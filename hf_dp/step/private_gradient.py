@@ -13,6 +13,7 @@ from hf_dp.config.target import told
 from hf_dp.errors import BudgetExceededError
 from hf_dp.per_example import PerExampleGradients, Pieces
 from hf_dp.per_example.checks.memory import unchanged_buffers
+from hf_dp.per_example.modules import parameters_of
 from hf_dp.randomness import secret_global_state
 from hf_dp.step.clipped_sum import ClippedSum, SummedByRows
 from hf_dp.step.plan import Plan
@@ -76,7 +77,7 @@ def private_gradient(
     total.choose_rows(step)
     total.release(plan.noise, plan.noise_standard_deviation, step)
     total.set_gradients(plan.sampler.expected_batch_size)
-    for p in model.parameters():
+    for p in parameters_of(model):
         # An optimizer may hold it, and its gradient be of a backward pass without noise.
         if not p.requires_grad:
             p.grad = None

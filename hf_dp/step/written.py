@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.per_example.checks.memory import buffers_told, write_of
+from hf_dp.per_example.modules import named_parameters, parameters_of
 from hf_dp.per_example.sharding import local, total_norm
 from hf_dp.per_example.watched import flatten
 
@@ -72,7 +73,7 @@ class WrittenGradients:
 
     def note(self, model: nn.Module) -> None:
         """Remembers the gradients of all parameters, which were just written."""
-        self._marks = {id(p): _mark(p.grad) for p in model.parameters() if p.grad is not None}
+        self._marks = {id(p): _mark(p.grad) for p in parameters_of(model) if p.grad is not None}
         self._taken, self._depth = False, 0
         # Again, so that hooks that were added since come first.
         self._listen()
@@ -195,7 +196,7 @@ class Weights:
 
     def note(self) -> None:
         """They are as they should be."""
-        self._marks = {name: (p, write_of(p), p.dtype) for name, p in self._model.named_parameters()}
+        self._marks = {name: (p, write_of(p), p.dtype) for name, p in named_parameters(self._model).items()}
         self._buffers = buffers_told(self._model, self._buffers)
 
     def refuse_moved(self, what: str) -> None:
@@ -214,7 +215,7 @@ class Weights:
             )
 
     def _moved(self) -> Iterator[str]:
-        now = dict(self._model.named_parameters())
+        now = named_parameters(self._model)
         for name in sorted({*now, *self._marks}):
             p, mark = now.get(name), self._marks.get(name)
             if p is None or mark is None or p is not mark[0] or (write_of(p), p.dtype) != mark[1:]:
@@ -255,7 +256,7 @@ def stepped_by(p: Tensor) -> str | None:
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """The l2 norm (), float64, of all gradients together, read without writing them. All ranks call it together."""
-    return total_norm((p, _numbers(p.grad)) for p in model.parameters() if p.grad is not None)
+    return total_norm((p, _numbers(p.grad)) for p in parameters_of(model) if p.grad is not None)
 
 
 def _numbers(gradient: Tensor) -> Tensor:

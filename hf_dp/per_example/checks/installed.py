@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import types
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as of_all
 
 import hf_dp.ranks as ranks
+from hf_dp.per_example.modules import named_modules
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +26,15 @@ class Installed:
     """As `model` is now. What it holds besides, `Memory` is asked of; of modules beside it nothing is known."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._found = list(_installed(model))
+        self._names, self._found = _installed(model)
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether it has these modules still, of the same classes and with the same forward methods, in the same
         places, and the same hooks."""
-        now = list(_installed(model))
-        return len(now) == len(self._found) and all(map(_is, now, self._found))
+        names, now = _installed(model)
+        if names != self._names or len(now) != len(self._found):
+            return False
+        return all(map(operator.is_, now, self._found)) or all(map(_is, now, self._found))
 
 
 def warn_of_change(changed: str | None = None) -> None:
@@ -53,18 +56,22 @@ def warn_of_change(changed: str | None = None) -> None:
     )
 
 
-def _installed(model: nn.Module) -> Iterator[Any]:
-    for name in OF_ALL:
-        yield from getattr(of_all, name).values()
-    for path, module in model.named_modules():
-        own = vars(module)
-        yield from (path, module, type(module), own.get("forward"), own.get("_compiled_call_impl"))
-        # Not asked of the class, whose attribute may make another object each time.
-        yield inspect.getattr_static(type(module), "forward", None)
-        for name in _HOOKS:
-            hooks = list(map(_known, own[name].values()))
-            yield from (hook for hook in hooks if not isinstance(hook, str))
-            yield from sorted({hook for hook in hooks if isinstance(hook, str)})
+def _installed(model: nn.Module) -> tuple[list[str], list[Any]]:
+    """The names of modules, and what there is of each."""
+    found = [hook for name in OF_ALL for hook in getattr(of_all, name).values()]
+    forwards: dict[type, Any] = {}
+    modules = named_modules(model)
+    for _, module in modules:
+        own, kind = vars(module), type(module)
+        if kind not in forwards:
+            # Not asked of the class, whose attribute may make another object each time.
+            forwards[kind] = inspect.getattr_static(kind, "forward", None)
+        found += (module, kind, own.get("forward"), own.get("_compiled_call_impl"), forwards[kind])
+        for hooks in filter(None, map(own.__getitem__, _HOOKS)):
+            known = list(map(_known, hooks.values()))
+            found += [hook for hook in known if not isinstance(hook, str)]
+            found += sorted({hook for hook in known if isinstance(hook, str)})
+    return [name for name, _ in modules], found
 
 
 def _known(hook: Any) -> Any:

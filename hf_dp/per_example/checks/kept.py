@@ -17,6 +17,7 @@ from hf_dp.per_example.checks.reads import Reads, reads_of
 from hf_dp.per_example.checks.state import is_saved, put_back, uncompiled
 from hf_dp.per_example.checks.switches import Switches
 from hf_dp.per_example.checks.values import HOLDER, NOTHING, copied, copied_within, emptied, far, same
+from hf_dp.per_example.modules import named_modules
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.randomness import unchanged_global_state
 
@@ -189,7 +190,7 @@ class Memory:
         return found
 
     def _holders(self) -> Iterator[tuple[str, Any]]:
-        yield from self._model.named_modules()
+        yield from named_modules(self._model)
         yield from self._beside.items()
 
     def _parameters(self) -> dict[Place, nn.Parameter]:

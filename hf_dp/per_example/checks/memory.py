@@ -16,7 +16,8 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.bits import bits_in_place, bits_of
 from hf_dp.per_example.checks.state import buffer_refused, configurations, is_saved
 from hf_dp.per_example.checks.values import copied, parts, same
-from hf_dp.per_example.sharding import named_modules, reshard
+from hf_dp.per_example.modules import named_modules
+from hf_dp.per_example.sharding import reshard
 from hf_dp.per_example.watched import flatten
 
 _Place = tuple[str, str]

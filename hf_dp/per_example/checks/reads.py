@@ -20,6 +20,7 @@ from hf_dp.per_example.checks.memory import told_of, write_of
 from hf_dp.per_example.checks.named import is_own
 from hf_dp.per_example.checks.switches import is_on, switches_of
 from hf_dp.per_example.checks.values import BIG, NOTHING, OF_MODULES, SERIES, copied_within, same
+from hf_dp.per_example.modules import named_modules
 
 # Of a run of hf_dp, which is no object of a user's.
 _STEP = "global_step"
@@ -161,7 +162,7 @@ class AsRead:
     """
 
     def __init__(self, model: nn.Module, reads: Reads) -> None:
-        self._model, own = model, {id(module) for module in model.modules()}
+        self._model, own = model, {id(module) for _, module in named_modules(model)}
         self._watched: list[tuple[str, Callable[[], Any], bool]] = []
         for path, owner, name in reads.places():
             if (get := _getter(owner, name)) is not None:
@@ -173,11 +174,12 @@ class AsRead:
     def note(self) -> None:
         """They are what they are to be."""
         before: list[_Known | None] = [*self._known] or [None] * len(self._watched)
+        now = [(get(), with_tensors) for _, get, with_tensors in self._watched]
         self._known = [
-            known if known is not None and known.is_very(get()) else _Known(get(), with_tensors)
-            for (_, get, with_tensors), known in zip(self._watched, before, strict=True)
+            known if known is not None and known.stays(value) else _Known(value, with_tensors)
+            for (value, with_tensors), known in zip(now, before, strict=True)
         ]
-        self._frozen, self._modes = self._marks(), self._training()
+        self._before = self._marks()
 
     def changed(self) -> str | None:
         """The name of one that is another now, or of one that draws for all examples and is on now."""
@@ -185,15 +187,19 @@ class AsRead:
             return f"{type(on[0]).__name__}.{on[1]}"
         values = zip(self._watched, self._known, strict=True)
         found = next((name for (name, get, _), known in values if not known.is_still(get())), None)
-        if found is None and (marks := self._marks()) != self._frozen:
-            found = next(name for name in {**marks, **self._frozen} if marks.get(name) != self._frozen.get(name))
-        return found or next((name for name, mode in self._training().items() if mode != self._modes.get(name)), None)
+        if found is None and (marks := self._marks()) != self._before:
+            place = next(place for place in {**marks, **self._before} if marks.get(place) != self._before.get(place))
+            found = ".".join(filter(None, place))
+        return found
 
-    def _training(self) -> dict[str, bool]:
-        return {f"{path}.training".lstrip("."): module.training for path, module in self._model.named_modules()}
-
-    def _marks(self) -> dict[str, Any]:
-        return {name: (id(p), write_of(p)) for name, p in self._model.named_parameters() if not p.requires_grad}
+    def _marks(self) -> dict[tuple[str, str], Any]:
+        found: dict[tuple[str, str], Any] = {}
+        for path, module in named_modules(self._model):
+            found[path, "training"] = module.training
+            for last, p in module._parameters.items():
+                if p is not None and not p.requires_grad:
+                    found[path, last] = id(p), write_of(p)
+        return found
 
 
 class _Known:
@@ -211,6 +217,10 @@ class _Known:
         if not isinstance(now, Tensor) or not isinstance(self._value, Tensor):
             return _is_same(now, self._value)
         return self.is_very(now) or told_of(now) == self._sum
+
+    def stays(self, now: Any) -> bool:
+        """Whether it need not be noted again."""
+        return self.is_very(now) if isinstance(now, Tensor) else self._is_told and _is_same(now, self._value)
 
     def is_very(self, now: Any) -> bool:
         """Whether it is the very tensor, not written to since."""
@@ -233,10 +243,10 @@ def _copied(value: Any, depth: int = 0) -> Any:
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    if isinstance(now, types.MappingProxyType) and isinstance(before, types.MappingProxyType):
-        return _is_same(dict(now), dict(before))
     if now is before:
         return True
+    if isinstance(now, types.MappingProxyType) and isinstance(before, types.MappingProxyType):
+        return _is_same(dict(now), dict(before))
     if isinstance(now, dict) and isinstance(before, dict):
         return now.keys() == before.keys() and all(_is_same(now[name], before[name]) for name in now)
     if type(now) is type(before) is functools.partial:  # checkpointing that was switched off and on has another one

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.per_example.checks.values import HOOKS_NOTED, equal
-from hf_dp.per_example.sharding import named_modules
+from hf_dp.per_example.modules import named_modules
 
 _Attributes = list[tuple[str, Any, dict[str, Any]]]
 _PLAIN = (str, bool, int, float, type(None), tuple, Tensor)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_dp.errors import ConfigurationError
+from hf_dp.per_example.modules import named_parameters
 
 _TRAINED = "more trained parameters"
 
@@ -18,7 +19,7 @@ def surroundings(model: nn.Module) -> dict[str, object]:
         ConfigurationError: no gradients can be computed here.
     """
     _refuse_no_gradients()
-    named = dict(model.named_parameters())
+    named = named_parameters(model)
     kinds = sorted({p.device.type for p in named.values()})
     return {
         "another torch.autocast": [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)],

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import LedgerError
-from hf_dp.per_example.sharding import plain_name, reshard
+from hf_dp.per_example.modules import plain_name
+from hf_dp.per_example.sharding import reshard
 from hf_dp.training.described import checksum
 
 logger = logging.getLogger(__name__)
