@@ -28,7 +28,8 @@ _AROUND |= {functools.cached_property: "func", functools._lru_cache_wrapper: "__
 # Data are looked at by other means, and hold files that are open.
 _NO_OBJECT = (type, nn.Module, types.BuiltinFunctionType, types.ModuleType, Dataset)
 # Of one holder so many entries, of one series so many items, of one module so many holders, so deep.
-_ENTRIES, _ITEMS, _HOLDERS, _DEPTH = 4096, 64, 256, 4
+ENTRIES, ITEMS = 4096, 64
+_HOLDERS, _DEPTH = 256, 4
 # Of one dict, which may be all data, so many numbers.
 _NUMBERS = 1 << 24
 _OTHER, _SCALAR, _COPIED, _HOLDER, _CLASS = range(5)
@@ -47,6 +48,8 @@ class Held:
         values: copies of numbers, words, tensors, arrays, and series and sets of these, by place.
         owners: what holds them, by name.
         holders: places of what holds others.
+        entered: (its name, a holder, how deep it lies) of all that were looked into.
+        kinds: their classes, and those that these inherit from.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]], unread: Container[Place] = ()) -> None:
@@ -55,19 +58,21 @@ class Held:
         self.holders: dict[Place, None] = {}
         self._unread, self._seen = unread, set(map(id, self.owners.values()))
         self._kinds: dict[type, None] = {}
+        self.entered = list[tuple[str, Any, int]]()
         for path, root in [*self.owners.items()]:
             self._enter(path, root)
-        done: dict[type, None] = {}
-        while found := [kind for kind in self._kinds if kind not in done]:
+        self.kinds: dict[type, None] = {}
+        while found := [kind for kind in self._kinds if kind not in self.kinds]:
             for kind in dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in found)):
                 name = f"class {kind.__module__}.{kind.__qualname__}"
-                if kind not in done and is_own(kind):
+                if kind not in self.kinds and is_own(kind):
                     self.owners[name] = kind
                     self._enter(name, kind)
-                elif kind not in done and is_holder(forward := vars(kind).get("forward")):  # put in a library's place
+                # Put in a library's place.
+                elif kind not in self.kinds and is_holder(forward := vars(kind).get("forward")):
                     self.owners[f"{name}.forward"] = forward
                     self._enter(f"{name}.forward", forward)
-                done[kind] = None
+                self.kinds[kind] = None
 
     def _enter(self, path: str, root: Any) -> None:
         self._kinds[type(root)] = None
@@ -94,7 +99,7 @@ class Held:
                     self.values[path, name] = copied(value) if is_whole else copied_within(value) if room > 0 else BIG
                     if not isinstance(value, SERIES):
                         continue
-                    items = [(f"{within}[{i}]", item) for i, item in enumerate(islice(value, _ITEMS))]
+                    items = [(f"{within}[{i}]", item) for i, item in enumerate(islice(value, ITEMS))]
                 if depth == _DEPTH or (path, name) in self._unread:
                     continue
                 for inner, one in chain.from_iterable(itertools.starmap(_bound, items)):
@@ -106,6 +111,7 @@ class Held:
                         self._kinds[type(one)] = None
                         self.owners[inner] = one
                         todo.append((inner, one, depth + 1))
+        self.entered += todo
 
     def _note_class(self, kind: type) -> None:
         if len(self._kinds) < _HOLDERS and is_own(kind):
@@ -121,7 +127,7 @@ class Held:
         finally:
             for path, owner in self.owners.items():
                 before, now = names[path], dict(entries(owner))
-                for name, _, _ in _held_by(owner) if len(before) < _ENTRIES else ():
+                for name, _, _ in _held_by(owner) if len(before) < ENTRIES else ():
                     if name not in before:
                         put(owner, name, NOTHING)
                 for name, value in before.items():
@@ -202,7 +208,7 @@ def _held_by(holder: Any) -> list[tuple[Any, Any, int]]:
 
 def entries(holder: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(holder, dict):
-        return holder.items() if len(holder) <= _ENTRIES else islice(holder.items(), _ENTRIES)
+        return holder.items() if len(holder) <= ENTRIES else islice(holder.items(), ENTRIES)
     if isinstance(holder, nn.Module):
         return vars(holder).items()
     if isinstance(holder, type):
@@ -249,6 +255,10 @@ def role_of(value: Any) -> int:
 def is_value(value: Any) -> bool:
     """Whether it is a number, words, a tensor, an array, or a series or set of these."""
     return role_of(value) in (_SCALAR, _COPIED)
+
+
+def is_scalar(value: Any) -> bool:
+    return role_of(value) == _SCALAR
 
 
 def is_holder(value: Any) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.checks.again import Again, looked_at
 from hf_dp.per_example.checks.beside import beside
 from hf_dp.per_example.checks.held import Held, Place, put
 from hf_dp.per_example.checks.moved import still, told_of_gradients
@@ -55,6 +56,9 @@ class Memory:
         # Parameters, of modules beside the model, that every pass may write to (a teacher that follows the weights).
         self._moving: dict[Place, nn.Parameter] = {}
         self._probe: Any = None
+        # Not kept where each pass holds other things: those of a pass, and its graph, would be kept with it.
+        self._latest: Again | None = None
+        self._is_kept = True
 
     def refuse(self, one: Any, other: Any, probe: Any) -> None:
         """Refuses what depends on the content of a batch, and what losses follow from.
@@ -139,7 +143,8 @@ class Memory:
             raise
 
     def _refuse_moved(self, before: dict[Place, Any], writes: dict[Place, int]) -> None:
-        after = self._look()
+        latest, after = self._latest, self._look()
+        self._is_kept &= self._latest is latest
         for place in self._written_since(writes):
             if place not in self._moving:
                 raise _refused(place)
@@ -157,14 +162,11 @@ class Memory:
         self, probe: Any, before: dict[Place, Any], after: dict[Place, Any]
     ) -> dict[Place, tuple[Any, Any]]:
         """What has changed, from what to what, once the losses of `probe` are known not to follow from it."""
-        changed = {
-            place: two
-            for place in {**before, **after}
-            # Nearly all are the very same, and told apart the fastest by that.
-            if (two := (before.get(place, NOTHING), after.get(place, NOTHING)))[0] is not two[1]
-            and not same(*two)
-            and place not in self._harmless
-        }
+        # Nearly all are the very same, and told apart the fastest by that.
+        others = [place for place, value in after.items() if before.get(place, NOTHING) is not value]
+        others += [place for place in before if place not in after]
+        found = {place: (before.get(place, NOTHING), after.get(place, NOTHING)) for place in others}
+        changed = {p: two for p, two in found.items() if not same(*two) and p not in self._harmless}
         was, now = ({place: two[i] for place, two in changed.items()} for i in range(2))
         if changed and not self._is_alike(probe, now, was):
             alone = [p for p in changed if not self._is_alike(probe, {p: now[p]}, {p: was[p]})]
@@ -176,6 +178,7 @@ class Memory:
         none = emptied(value)
         if none is NOTHING or self._is_alike(probe, {place: value}, {place: none}):
             self._harmless.add(place)
+            self._latest = None  # which looked into it
 
     def ask_of(self, probe: Any) -> None:
         """From now on `unmoved` asks for the losses of `probe`, a small batch."""
@@ -206,8 +209,9 @@ class Memory:
 
     def _look(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {place: copied(p.detach()) for place, p in self._moving.items()}
-        held = Held(holders := list(self._holders()), self._harmless)
-        found |= {**dict.fromkeys(held.holders, HOLDER), **held.values}
+        latest = looked_at(holders := list(self._holders()), self._harmless, self._latest)
+        self._latest = latest if self._is_kept else None
+        found |= {**dict.fromkeys(latest.holders, HOLDER), **latest.values}
         for path, holder in holders:
             if isinstance(holder, nn.Module):
                 is_own = path not in self._beside
