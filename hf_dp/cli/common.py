@@ -27,6 +27,7 @@ AsJson = Annotated[
 # What options are called in PrivacyConfig and TrainingArguments; `dataset_size` there is no n.
 _IN_PYTHON = {
     "target-epsilon": "epsilon",
+    "eps": "epsilon",
     "target-tpr": "tpr",
     "at-fpr": "fpr",
     "target-delta": "delta",

@@ -252,6 +252,7 @@ def test_options_may_be_spelt_as_in_python():
     python = ["--n", "500", "--batch_size", "50", "--max_steps", "5", "--target-delta=1e-5"]
     for budget, spelt in (
         (["--epsilon", "8"], ["--target_epsilon", "8"]),
+        (["--epsilon", "8"], ["--eps", "8"]),
         (["--tpr", "0.2", "--fpr", "0.05"], ["--target-tpr", "0.2", "--at_fpr", "0.05"]),
     ):
         one, other = (invoke("plan", *each, "--json") for each in ([*usual, *budget], [*python, *spelt]))

@@ -39,7 +39,7 @@ STATE_FILE = "trainer_state.json"
 # with an underscore are never uploaded, and these are no checkpoints to whoever looks for some.
 _ASIDE, _WHOLE = "_saving", "_saved"
 _CHECKPOINTS = f"{PREFIX_CHECKPOINT_DIR}-*"
-_NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)[^/]*\.(safetensors|bin)|pytorch_model_fsdp_\d+")
 _PICKLED = re.compile(r"(optimizer|scheduler|scaler|pytorch_model.*|adapter_model)\.(pt|bin)|rng_state.*\.pth")
 _STATES = ("optimizer", "scheduler", "rng_state")
@@ -187,7 +187,7 @@ def newest_whole(output_dir: str) -> str | None:
     if ranks.rank() == 0 and os.path.isdir(output_dir):
         finish(output_dir)
         halves = [f"{path.name}: it was being written" for path in Path(output_dir, _ASIDE).glob(_CHECKPOINTS)]
-        for number in sorted(_numbers(output_dir), reverse=True):
+        for number in sorted(numbers(output_dir), reverse=True):
             lack = what_lacks(Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{number}"))
             if lack is None:
                 step.fill_(number)
@@ -210,8 +210,8 @@ def newest_whole(output_dir: str) -> str | None:
     return found
 
 
-def _numbers(folder: str) -> list[int]:
-    found = (_NUMBERED.fullmatch(path.name) for path in Path(folder).iterdir() if path.is_dir())
+def numbers(folder: str) -> list[int]:
+    found = (NUMBERED.fullmatch(path.name) for path in Path(folder).iterdir() if path.is_dir())
     return [int(match[1]) for match in found if match]
 
 
@@ -231,7 +231,7 @@ def others_named(checkpoint: Path | None, check: Callable[[Path], object]) -> It
         if checkpoint is None:
             raise
         own, folder = list[str](), checkpoint.absolute().parent
-        for number in sorted(_numbers(str(folder)), reverse=True):
+        for number in sorted(numbers(str(folder)), reverse=True):
             other = folder / f"{PREFIX_CHECKPOINT_DIR}-{number}"
             with contextlib.suppress(LedgerError):
                 if what_lacks(other) is None:

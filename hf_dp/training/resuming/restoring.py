@@ -21,7 +21,7 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.places import nowhere
 from hf_dp.training.logs import WITHHELD
-from hf_dp.training.resuming.checkpoints import half, what_lacks
+from hf_dp.training.resuming.checkpoints import NUMBERED, STATE_FILE, half, numbers, what_lacks
 from hf_dp.training.resuming.resume import SavedRun
 
 if TYPE_CHECKING:
@@ -131,8 +131,27 @@ def refuse_half(checkpoint: str) -> None:
             fix="give the path of a folder checkpoint-N that is there, or True for the newest whole one in the output "
             "directory.",
         )
+    _refuse_other_folder(Path(checkpoint))
     if (lack := what_lacks(Path(checkpoint))) is not None:
         raise half(f"{str(checkpoint)!r} is not whole: {lack}")
+
+
+def _refuse_other_folder(place: Path) -> None:
+    """Refuses an output directory or a saved model: to call it half a checkpoint would be to advise to delete it."""
+    if NUMBERED.fullmatch(place.resolve().name):
+        return
+    held = [f"{PREFIX_CHECKPOINT_DIR}-{number}" for number in sorted(numbers(str(place)))]
+    if not held and (place / STATE_FILE).exists():  # a checkpoint by another name; save_state() writes one beside some
+        return
+    newest = "True for the newest whole one in the output directory"
+    raise LedgerError(
+        f"resume_from_checkpoint={str(place)!r} is no checkpoint: it has {', '.join(held) or f'no {STATE_FILE}'}.",
+        why="training goes on from the weights, the optimizer and the ledger of one step.",
+        fix=f"give the path of one of these, or {newest}."
+        if held
+        else f"give the path of a folder checkpoint-N, or {newest}. To train a saved model further, load it as the "
+        "model of a new trainer, with PrivacyConfig(after=...) and its folder where the same people are in the data.",
+    )
 
 
 @contextmanager

@@ -170,6 +170,26 @@ def test_a_checkpoint_that_is_not_there_is_said_to_be_none(tmp_path: Path) -> No
             assert "folder checkpoint-N that is there, or True" in caught.value.fix
 
 
+def test_a_folder_that_is_no_checkpoint_is_not_said_to_be_one_to_delete(tmp_path: Path) -> None:
+    for name in ("checkpoint-2", "checkpoint-10", "model"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "trainer_state.json").write_text("{}")  # Trainer's save_state() puts one there
+    for place, found, way in (
+        (tmp_path, "is no checkpoint: it has checkpoint-2, checkpoint-10.", "one of these, or True for the newest"),
+        (tmp_path / "model", "is no checkpoint: it has no trainer_state.json.", "PrivacyConfig(after=...)"),
+    ):
+        for resume in (
+            lambda place=place: trainer(tmp_path / "other", seed=7).train(resume_from_checkpoint=str(place)),
+            lambda place=place: found_checkpoint(place, None, private()),
+        ):
+            with pytest.raises(LedgerError) as caught:
+                resume()
+            assert found in str(caught.value)
+            assert way in caught.value.fix
+            assert "delete" not in caught.value.fix
+
+
 @pytest.mark.slow
 def test_what_trainer_does_with_checkpoints_stays(tmp_path: Path) -> None:
     """Rotation, the best one, callbacks that write into the new one, and checkpoints of the model alone."""
