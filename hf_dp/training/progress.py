@@ -59,15 +59,18 @@ def opening(plan: Plan, model: nn.Module | None = None, optimizer: Any = None) -
 
 
 def _of_rates(steps: int, model: nn.Module | None, optimizer: Any) -> list[str]:
+    # With a warm-up the rate of the first step is 0.
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    groups = getattr(optimizer, "param_groups", [])
+    rates = [group.get("initial_lr", group.get("lr")) for group in groups]
+    if rates and all(rate == 0 for rate in rates):  # None is of an optimizer that finds its own
+        return ["Learning rate: 0. Unless something raises it, no weight moves, and steps are paid for."]
+    rate = max((float(rate or 0) for rate in rates), default=0.0)
     # What was measured is of adapters; a whole model may need far less.
     parameters = [] if model is None else list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     if not trained or trained * _FEW > sum(p.numel() for p in parameters):
         return []
-    # With a warm-up the rate of the first step is 0.
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    groups = getattr(optimizer, "param_groups", [])
-    rate = max((float(group.get("initial_lr", group.get("lr")) or 0) for group in groups), default=0.0)
     usual = usual_rate(steps)
     if "adam" not in type(optimizer).__name__.lower() or not 0 < rate * _LOW < usual:
         return []

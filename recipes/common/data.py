@@ -120,10 +120,11 @@ def public_labels(recipe: LabelledData) -> list[str]:
     kind = features.get(column)
     if not isinstance(kind, ClassLabel):
         raise ConfigurationError(
-            f"no labels_file, and {recipe.train_file} declares no names for the column {column!r}.",
+            f"no labels_file, and {recipe.train_file} "
+            + ("is a file, which declares no names." if is_file else f"declares no names for the column {column!r}."),
             why="the labels are public and fixed beforehand: a list made from the private data would leak.",
-            fix="give a JSON list of all label names with --labels_file. A data set may declare them instead (as a "
-            "ClassLabel): then name that column with --label_column.",
+            fix='give a file with a JSON list of all label names, such as ["card", "fee"], with --labels_file. A data '
+            "set may declare them instead (as a ClassLabel): then name that column with --label_column.",
         )
     print(f"labels: the {len(kind.names)} names that {recipe.train_file} declares, which are taken to be public")
     return list(kind.names)

@@ -307,6 +307,9 @@ def test_labels_are_those_that_the_data_set_declares(named, recipe):
     data, asked = recipe("someone/questions", label_column="text")
     with pytest.raises(ConfigurationError, match="declares no names for the column 'text'"):
         data.public_labels(asked)
+    data, asked = recipe("questions.csv")  # whose column of labels is not known before it is read
+    with pytest.raises(ConfigurationError, match=r"questions\.csv is a file, which declares no names\."):
+        data.public_labels(asked)
 
 
 @pytest.mark.slow

@@ -125,6 +125,15 @@ def test_a_rate_of_adam_that_hardly_moves_anything_is_said(tmp_path: Path) -> No
     assert len(opening(plan, model[1], warming)) == 2  # all of it is trained
 
 
+def test_a_rate_of_zero_is_said_whatever_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(tmp_path, max_steps=1, learning_rate=0.0, optim="sgd").train()
+    assert "Learning rate: 0. Unless something raises it, no weight moves, and steps are paid for." in (
+        capsys.readouterr().err
+    )
+    make(tmp_path / "warming", max_steps=2, warmup_steps=1).train()
+    assert "Learning rate" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("tell", [say, lambda message: ranks.warn(logging.getLogger("hf_dp.told"), message)])
 def test_what_is_said_beside_a_bar_has_a_line_of_its_own(
     tell: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
