@@ -8,6 +8,7 @@
 #   make slow                 the tests that are left out there (ROOM=clipping: those of one room)
 #   make oldest               the tests with the lower bounds of pyproject.toml, in build/oldest (5 GB: its torch comes
 #                             with CUDA)
+#   make newest TORCH=2.14.1  the tests with another torch, in build/newest
 #   make dist                 wheel and source distribution, in dist
 #   make installed            these, and the wheel alone in an environment of its own: its demo, without the repository
 #   make releasable TAG=v0.1.0 REPOSITORY=https://github.com/...   may this be a release, from there?
@@ -35,7 +36,7 @@ LARGE := transformers scipy pandas pyarrow matplotlib mkdocs-material mypy
 ROOM_CODE = $(if $(ROOM),$(wildcard hf_dp/$(ROOM) hf_dp/$(ROOM).py))
 ROOM_TESTS = $(if $(ROOM),$(wildcard tests/$(ROOM) tests/test_$(ROOM).py))
 
-.PHONY: demo test pytest check lint docs slow oldest dist installed releasable changelog model clean help
+.PHONY: demo test pytest check lint docs slow oldest newest dist installed releasable changelog model clean help
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-dp demo
@@ -62,6 +63,11 @@ check: $(VENV)/.ready-for-tests
 # Triton's interpreter lets TRL 1.15 compute its loss on a CPU.
 oldest:
 	TRITON_INTERPRET=1 $(MAKE) pytest VENV=build/oldest CONSTRAINTS=constraints-oldest.txt
+
+newest:
+	@mkdir -p build
+	sed "s/^torch==.*/torch==$(TORCH)/" constraints.txt > build/constraints.txt
+	$(MAKE) pytest VENV=build/newest CONSTRAINTS=build/constraints.txt
 
 # The same files give the same bytes.
 dist: $(VENV)/.ready

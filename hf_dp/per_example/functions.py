@@ -9,14 +9,16 @@ through it is seen, and refused.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.rule import Axis, Backward, Bound, Operands, Rule, Saved, refusal
@@ -25,6 +27,9 @@ from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, names_o
 
 # Relative to what an example has: products of one row may be rounded otherwise than those of many.
 _TOLERANCE, _LOW_PRECISION_TOLERANCE = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-2}, 5e-2
+# Whether C makes of a Function what is called, as from torch 2.14 on: a model that has taken it from its class before
+# calls C, where nobody sees it.
+IS_OF_C = not inspect.ismethod(torch.autograd.Function.apply)
 # What holds no tensors.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -49,20 +54,13 @@ class Applied:
 def functions_seen() -> Iterator[None]:
     """Inside, a Function that is given parameters is called as an operation that its rule is asked for."""
     # Below the class that models know, since they may have taken the method from it before (`f = MyFunction.apply`).
-    base: Any = torch.autograd.function._SingleLevelFunction
+    base: Any = torch.autograd.Function if IS_OF_C else torch.autograd.function._SingleLevelFunction
     kept = base.__dict__.get("apply")
 
     def unseen(cls: Any, *args: Any, **kwargs: Any) -> Any:
         output = (super(base, cls).apply if kept is None else kept.__get__(None, cls))(*args, **kwargs)
         if returned := watched_in(output):
-            # What it was derived by would hand gradients on, and not the backward pass of the Function.
-            reason = (
-                "it returns what its forward pass computes from parameters alone, and its own backward is not seen "
-                "(of a checkpoint, with use_reentrant=False it is)"
-            )
-            raise refusal(
-                names_of(w.source for w in returned), f"operation {cls.__module__}.{cls.__qualname__}", reason
-            )
+            raise returned_by(f"{cls.__module__}.{cls.__qualname__}", returned)
         return output
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +88,30 @@ def functions_seen() -> Iterator[None]:
         else:
             base.apply = kept
         torch.sparse_coo_tensor = sparse
+
+
+def returned_by(name: str, several: Sequence[WatchedParameter]) -> UnsupportedModelError:
+    """The refusal of what a Function of this name returns, and what it was derived by would hand gradients on."""
+    reason = (
+        "it returns what its forward pass computes from parameters alone, and its own backward is not seen "
+        "(of a checkpoint, with use_reentrant=False it is; of f = MyFunction.apply, where it is called as "
+        "MyFunction.apply(...))"
+    )
+    return refusal(names_of(w.source for w in several), f"operation {name}", reason)
+
+
+def refuse_returned(several: Sequence[WatchedParameter]) -> None:
+    """Refuses what was returned by a Function whose method a model had taken from it before, where nobody sees it run.
+
+    Raises:
+        UnsupportedModelError: with its name.
+    """
+    if not IS_OF_C:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        made = {type(w.grad_fn).__name__.removesuffix("Backward") for w in several if w.grad_fn is not None}
+    if made:
+        raise returned_by(min(made), several)
 
 
 def by_rows(

@@ -28,7 +28,7 @@ from hf_dp.per_example.checks.state import refuse_compiled, refuse_hooked
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule, refuse_constant
 from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.filled import Filled, is_asked_to_write, is_writing
-from hf_dp.per_example.functions import Applied, by_rows, functions_seen
+from hf_dp.per_example.functions import Applied, by_rows, functions_seen, refuse_returned
 from hf_dp.per_example.idle import without_idle
 from hf_dp.per_example.ieee import are_in_full, full_precision, whole_sums
 from hf_dp.per_example.leaves import refusing_others
@@ -124,11 +124,10 @@ class Watch:
         Raises:
             UnsupportedModelError: a compiled module, or a gradient reached a parameter behind the watch's back.
         """
-        # A model may have thousands of modules; for each micro-batch it is walked through as seldom as can be.
         reshard(model)
+        # A model may have thousands of modules; for each micro-batch it is walked through as seldom as can be.
         named = named_modules(model)
-        modules = [module for _, module in named]
-        refuse_compiled(modules)
+        refuse_compiled(modules := [module for _, module in named])
         refuse_unknown_shards(modules)
         holders = [(name, module) for name, module in named if module._parameters]
         self.parameters = originals = trained_in(holders)
@@ -155,7 +154,8 @@ class Watch:
                     raise UnsupportedModelError(
                         f"gradient reached {', '.join(sorted(leaked))} by a use that no rule saw.",
                         why="a use that is not seen is missing from the norm, so the clipping bound would not hold.",
-                        fix="freeze these parameters (requires_grad_(False)) or train with LoRA instead.",
+                        fix="freeze these parameters (requires_grad_(False)), train with LoRA instead, or call a "
+                        "Function of autograd as MyFunction.apply(...) where it is used, not as f = MyFunction.apply.",
                     )
         finally:
             # They know this watch: a cycle would keep the memory of the whole pass.
@@ -167,6 +167,7 @@ class Watch:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: Sequence[WatchedParameter]
     ) -> Any:
         """Runs one operation that involves a watched tensor: a use, by its rule, or one on constants alone."""
+        refuse_returned(watched)
         self.may_come_again |= not torch.is_grad_enabled()
         # The operators of other libraries by their names: they are there once these are imported.
         rule = self.rules.get(str(function) if isinstance(function, OpOverloadPacket) else function)
@@ -176,9 +177,8 @@ class Watch:
             reason = "it works on a value that was computed from the parameter in an earlier pass and kept"
             raise refusal(parameters, f"operation {name}", reason)
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise refusal(
-                parameters, f"operation {name}", "torch.func (vmap, grad, jvp) hides the axis of the examples"
-            )
+            reason = "torch.func (vmap, grad, jvp) hides the axis of the examples"
+            raise refusal(parameters, f"operation {name}", reason)
         if rule is None and function in COMPOSITES:
             output = COMPOSITES[function](*args, **kwargs)
             if output is not NotImplemented:
