@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -45,15 +45,20 @@ def summed(rows: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(len(mask), dtype=rows.dtype).index_add(0, owners, rows)
 
 
-def refused(function: Callable[..., Any], check: dict[str, Tensor], **members: Any) -> int:
-    """How many of `OTHERS` are refused; all others are exact. All of them, if the check is."""
+def refused(
+    function: Callable[..., Any],
+    check: dict[str, Tensor],
+    batches: Sequence[dict[str, Tensor]] = OTHERS,
+    **members: Any,
+) -> int:
+    """How many `batches` are refused; all others are exact. All of them, if the check is."""
     model = Small(function, **members)
     try:
         certificate = preflight(model, loss, check)
     except HfDpError:
-        return len(OTHERS)
+        return len(batches)
     count = 0
-    for batch in OTHERS:
+    for batch in batches:
         try:
             found = record(model, loss, batch, certificate=certificate)
         except HfDpError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_dp.per_example.followed.numbers import writes
+from hf_dp.per_example.followed.operations import CELLS
+from hf_dp.per_example.followed.owners import beside, is_below
 from hf_dp.per_example.followed.picks import is_write, may_pick_or_write, name_of
+from hf_dp.per_example.followed.results import Results
 from hf_dp.per_example.followed.routes import Routes
 from hf_dp.per_example.watched import METADATA, tensors_in
 
@@ -28,6 +31,7 @@ class Following(TorchFunctionMode):
         restored: gets what lies in order again.
         takes_each: whether what was picked is one of each example anyway.
         is_data: whether anything of the batch is in a tensor.
+        unknown: gets rows that were laid below one another, and of which nobody knows whose they are.
     """
 
     def __init__(
@@ -37,10 +41,12 @@ class Following(TorchFunctionMode):
         restored: Callable[[Tensor], None] = lambda tensor: None,
         takes_each: Callable[[Tensor], bool] = lambda tensor: False,
         is_data: Callable[[Tensor], bool] = lambda tensor: tensor.requires_grad,
+        unknown: Callable[[Tensor], None] = lambda tensor: None,
     ) -> None:
         super().__init__()
         self._routes, self._enter, self._restored = routes, enter, restored
-        self._takes_each, self._is_data = takes_each, is_data
+        self._takes_each, self._is_data, self._unknown = takes_each, is_data, unknown
+        self._results = Results(routes, is_data)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -50,11 +56,14 @@ class Following(TorchFunctionMode):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             given = [(a, writes(a)) for a in tensors_in(args, kwargs)]
-            known = {id(a): self._routes.of(a) for a, _ in given}
+            known = {id(a): self._routes.known(a) for a, _ in given}
             is_blank = all(self._routes.is_blank(a) or not self._is_data(a) for a in tensors_in(args[:1]))
             is_written = is_write(name_of(func)) and not is_blank and known.get(id(args[0])) is None
             entered = self._enter(args[0]) if is_written and self._enter is not None else None
-        output = func(*args, **kwargs)
+            is_cell = name_of(func) in CELLS
+            inside = beside(tensors_in(args[:2]), known, self._is_data) if is_cell else None
+        with self._routes.within(inside) if is_cell else nullcontext():
+            output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             self._routes.note_made(name_of(func), args, kwargs, output, self._enter is None)
         if all(owners is None for owners in known.values()) and not may_pick_or_write(name_of(func)):
@@ -64,11 +73,14 @@ class Following(TorchFunctionMode):
             is_known = bool(args) and known.get(id(args[0])) is not None
             if not is_known and any(map(self._takes_each, made)):
                 return output
-            owners = self._routes.followed(func, args, kwargs, output, known, self._enter, is_blank, entered)
+            owners = self._results.followed(func, args, kwargs, output, known, self._enter, is_blank, entered)
             if isinstance(owners, list):
                 for piece, own in zip(made, owners, strict=True):
                     self._routes.note(piece, own)
                 return output
+            if owners is None and is_below(name_of(func), args, kwargs, self._routes.batch_size):
+                for one in made:
+                    self._unknown(one)
             changed = [tensor for tensor, count in given if writes(tensor) != count]
             for one in (*made, *changed):
                 self._routes.note(one, owners)

@@ -20,7 +20,9 @@ _ELEMENTWISE = frozenset(
         *("type_as", "contiguous", "clone", "detach", "dropout"),
     )
 )
-_OTHERS = ("expand", "expand_as", "linear", "embedding", "_grouped_mm", "grouped_mm_fallback")
+# Row i of what they give follows from row i of what they are given, and of the states.
+CELLS = ("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
+_OTHERS = (*CELLS, "expand", "expand_as", "linear", "embedding", "_grouped_mm", "grouped_mm_fallback")
 _NORMS = ("rms_norm", "layer_norm")
 # The same, if it is another axis than the first that they are asked to work along, as the argument of this number.
 _ALONG_OTHERS = {

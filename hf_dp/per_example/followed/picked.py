@@ -139,8 +139,7 @@ class Picked(TorchFunctionMode):
         elif name in VIEWING and (is_even := self._are_even.get(given[0])) is not None:
             known += [is_even] * (len(made) == 1 and made[0].shape[:1] == (self._batch_size,))
         if picks_other:
-            how = self._put if is_written else self._along
-            is_whole = how(op, axis)
+            is_whole = (self._put if is_written else self._along)(op, axis)
             by = by or (name if is_whole is None and not is_written else None)
             if is_whole is not None:
                 known = [self._one_of_each.get(given[0], True) and is_whole]
@@ -172,6 +171,10 @@ class Picked(TorchFunctionMode):
         self.through.forget(tensor)
         for known in (self._picked, self._one_of_each, self._are_even, self._indexed, self._owners):
             known.pop(tensor, None)
+
+    def doubt(self, tensor: Tensor) -> None:
+        """Takes note that nobody knows whose its rows are."""
+        self._one_of_each[tensor] = False
 
     def are_images(self, source: Tensor) -> bool:
         """Whether it has all that there is room for."""
@@ -283,9 +286,8 @@ class Picked(TorchFunctionMode):
         source, size = op.source, self._batch_size
         if op.name == "as_strided":  # windows within rows, as its numbers say, which preflight has compared
             return source is not None and len(source) == size
-        if op.name not in CHOOSING or source is None:
-            return False
-        if len(source) != size and source in self._picked:  # of which nobody knows whose they are
+        # Of rows of which nobody knows whose they are.
+        if op.name not in CHOOSING or source is None or (len(source) != size and source in self._picked):
             return False
         rows = op.numbers_of_each if len(source) == size else None
         if rows is not None and self._counted.get(rows) == rows._version:
@@ -293,8 +295,6 @@ class Picked(TorchFunctionMode):
             return True
         first = torch.arange(size, device=source.device)[:, None]
         # Of sequences (T, B, ...) the examples are second.
-        for axis in [0] * (len(source) % size == 0) + [1] * (source.shape[1:2] == (size,)):
-            found = op.on(numbers_of(source, axis, size))
-            if all(bool((one.reshape(size, -1) == first).all()) for one in found):
-                return True
-        return False
+        axes = [0] * (len(source) % size == 0) + [1] * (source.shape[1:2] == (size,))
+        several = (op.on(numbers_of(source, axis, size)) for axis in axes)
+        return any(all(bool((one.reshape(size, -1) == first).all()) for one in found) for found in several)

@@ -10,10 +10,12 @@ from torch import Tensor
 from hf_dp.per_example.followed.axes import is_mask
 from hf_dp.per_example.followed.operations import axis_of
 
-JOINING = ("cat", "concat", "concatenate")
+JOINING = ("cat", "concat", "concatenate", "stack")
 PIECES = ("split", "chunk", "tensor_split", "split_with_sizes")
 # What gives the numbers of some rows, which are of these rows.
 FINDING = ("nonzero", "argwhere", "where")
+# What may say how many rows of a kind each example has.
+NUMBERING = ("sum", "count_nonzero")
 _ADDING = ("index_add", "scatter_add", "scatter_reduce")
 
 
@@ -130,4 +132,4 @@ def _are_numbers(index: Any) -> bool:
 
 
 _WRITING = (*_ADDING, "index_copy", "index_put", "masked_scatter", "scatter", "__setitem__")
-_NAMES = (*JOINING, *PIECES, *FINDING, "__getitem__", "index_select", "repeat_interleave", "repeat")
+_NAMES = (*JOINING, *PIECES, *FINDING, *NUMBERING, "__getitem__", "index_select", "repeat_interleave", "repeat")

@@ -94,7 +94,7 @@ class FollowedRows:
     def _following(self) -> Iterator[None]:
         self._is_following = True
         try:
-            hooks = self._entered, self._back_in_order, self._takes_each, self._is_data
+            hooks = self._entered, self._back_in_order, self._takes_each, self._is_data, self._unknown
             with Following(self.routes, *hooks):
                 yield
         finally:
@@ -124,6 +124,13 @@ class FollowedRows:
         if self._picked is not None and self._picked.follows_index(given):
             self._picked.forget(given)
             self.follow()
+
+    def _unknown(self, given: Tensor) -> None:
+        """Takes note that as many rows as examples need not be one of each."""
+        if self._picked is None or given.shape[:1] != (self.batch_size,) or not self._picked.follows_index(given):
+            return
+        if self._picked.has_one_of_each(given) is None:
+            self._picked.doubt(given)
 
     def follow(self) -> None:
         """Takes note that rows are to be followed through all modules, in each step, and looked at as in the check."""

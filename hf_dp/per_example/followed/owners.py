@@ -1,0 +1,78 @@
+"""Whose rows are, as numbers: (n,) the example of each row, or () that of all there is in a tensor.
+
+What is computed of one example alone is that example's, whatever the operation; so sums of its rows are, and stacked
+they are rows again. Of what is computed of no rows nobody knows whose it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dp.per_example.followed.operations import axis_of
+from hf_dp.per_example.followed.picks import JOINING
+
+# Of tensors by their identity: what is known of them.
+Known = dict[int, Tensor | None]
+
+
+def are_same(first: Tensor, second: Tensor | None) -> bool:
+    """Whether these are the same owners of as many rows."""
+    return first is second or (second is not None and torch.equal(first, second))
+
+
+def of_rows(owners: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """(n,) those of the rows of a tensor."""
+    if owners is None or owners.dim():
+        return owners
+    return owners.expand(len(tensor)) if tensor.dim() else None
+
+
+def is_below(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> bool:
+    """Whether an operation lays rows below one another, none of which are of all of so many examples."""
+    pieces: Sequence[Tensor] = args[0] if args else kwargs.get("tensors", ())
+    return name in JOINING and axis_of(1, args, kwargs) == 0 and all(one.shape[:1] != (size,) for one in pieces)
+
+
+def of_all(several: Iterable[Tensor | None]) -> Tensor | None:
+    """() the one owner of all rows of several tensors; None if there are more, none, or one is not known."""
+    found = None
+    for owners in several:
+        if owners is None:
+            return None
+        if owners is found or (owners.dim() and not len(owners)):
+            continue
+        if not bool((owners == (owners.flatten()[0] if found is None else found)).all()):
+            return None
+        found = owners.flatten()[0] if owners.dim() and found is None else found if owners.dim() else owners
+    return found
+
+
+def beside(several: Iterable[Tensor], known: Known, is_data: Callable[[Tensor], bool]) -> Tensor | None:
+    """Those that the rows of several tensors have in common; what has no gradient changes nothing."""
+    parts = [(of_rows(known.get(id(one)), one), one) for one in several]
+    found = [owners for owners, one in parts if owners is not None or (one.requires_grad and is_data(one))]
+    first = found[0] if found else None
+    return first if first is not None and all(are_same(first, one) for one in found) else None
+
+
+def joined(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known, is_data: Callable[[Tensor], bool]
+) -> Tensor | None:
+    """Of rows one below another, or of what becomes a row each; or of rows `beside` one another."""
+    pieces: Sequence[Tensor] = args[0] if args else kwargs.get("tensors", ())
+    axis, is_stacked = axis_of(1, args, kwargs), name == "stack"
+    if not len(pieces) or not isinstance(axis, int):
+        return None
+    if axis % max(pieces[0].dim() + is_stacked, 1):
+        return beside(pieces, known, is_data)
+    owners = [known.get(id(one)) for one in pieces]
+    if is_stacked:
+        owners = [of_all([one]) for one in owners]
+        found = [one for one in owners if one is not None]
+        return torch.stack(found) if len(found) == len(owners) else None
+    found = [one for piece in pieces if (one := of_rows(known.get(id(piece)), piece)) is not None]
+    return torch.cat(found) if len(found) == len(owners) else None

@@ -1,0 +1,211 @@
+"""Whose the rows are of what an operation gives, from what is known of its arguments (`routes.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.per_example.followed import picks
+from hf_dp.per_example.followed.operations import axis_of, is_elementwise, keeps_axes, works_by_rows
+from hf_dp.per_example.followed.owners import Known, are_same, joined, of_all, of_rows
+from hf_dp.per_example.followed.picking import MAKING
+from hf_dp.per_example.followed.routes import Routes
+from hf_dp.per_example.watched import WatchedParameter, tensors_in
+
+_VIEWS = ("view", "reshape", "flatten")
+_REPEATING = ("repeat_interleave", "repeat")
+
+
+class Results:
+    """Finds them.
+
+    Args:
+        routes: what is known of rows.
+        is_data: whether anything of the batch is in a tensor.
+    """
+
+    def __init__(self, routes: Routes, is_data: Callable[[Tensor], bool]) -> None:
+        self._routes, self._batch_size, self._is_data = routes, routes.batch_size, is_data
+
+    def followed(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        known: Known,
+        enter: Callable[[Tensor], Tensor | None] | None = None,
+        is_blank: bool = True,
+        entered: Tensor | None = None,
+    ) -> Tensor | list[Tensor] | None:
+        """Those of what an operation gave, from what was `known` of its arguments before; a list, of several pieces.
+
+        Args:
+            enter: gives the owners of what rows are picked of, and nothing is known of.
+            is_blank: whether there was no data in its first argument before.
+            entered: the owners of that by `enter`, before anything was written.
+        """
+        name, given = picks.name_of(func), tensors_in(args, kwargs)
+        if name in picks.JOINING:
+            owners = joined(name, args, kwargs, known, self._is_data)
+            are_rows = any(one is not None and one.dim() for one in known.values())
+            return owners if owners is None or are_rows or not owners.dim() else self._routes.sorted_back(owners)
+        every = [known.get(id(a)) for a in given if known.get(id(a)) is not None or self._is_data(a)]
+        if picks.is_write(name) or name in MAKING or not every or any(one is None or one.dim() for one in every):
+            rows = {id(a): of_rows(known.get(id(a)), a) for a in given}
+            found = self._of_rows(name, args, kwargs, output, rows, enter, is_blank, entered)
+            if found is not None or picks.is_write(name) or name in MAKING:
+                return found
+        return of_all(every)
+
+    def _of_rows(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        known: Known,
+        enter: Callable[[Tensor], Tensor | None] | None,
+        is_blank: bool,
+        entered: Tensor | None,
+    ) -> Tensor | list[Tensor] | None:
+        source = args[0] if args else None
+        if not isinstance(source, Tensor):
+            return None
+        before = known.get(id(source))
+        if (write := picks.written(name, args, kwargs)) is not None:
+            value = None if write.value is None else known.get(id(write.value))
+            if before is None and is_blank and source.dim():
+                return self._filled(write, source, value)
+            return self._written(write, entered if before is None else before, value)
+        pick = picks.picked(name, args, kwargs)
+        are_pieces = name in picks.PIECES and axis_of(2, args, kwargs) == 0
+        is_found = name in picks.FINDING and (name != "where" or len(args) + len(kwargs) == 1)
+        is_number = name in picks.NUMBERING and isinstance(output, Tensor) and not output.is_floating_point()
+        may_enter = pick is not None or are_pieces or is_found or name in _REPEATING or is_number
+        if before is None and enter is not None and may_enter:
+            before = enter(source)
+        if before is not None and len(before) != len(source) and name not in _VIEWS:  # (1, n, ...)
+            return None
+        if before is None and is_elementwise(name):
+            before = next((owners for owners in known.values() if owners is not None), None)
+        if before is None:
+            return None
+        if is_found:
+            several = tensors_in(output)
+            return [before[output[:, 0] if isinstance(output, Tensor) else several[0]]] * len(several)
+        if pick is not None:
+            return self._picked(pick, before, is_sorting=enter is None)
+        if name == "__getitem__":
+            return before if picks.keeps_first(args[1], source.dim()) else None
+        if name in _REPEATING:
+            return self._repeated(name, before, args[1:], kwargs)
+        if name == "sort":
+            return before[output[1]] if source.dim() == 1 else None
+        if are_pieces:
+            return self._pieces(before, args, output)
+        if name in _VIEWS and isinstance(output, Tensor) and output.dim():
+            return self._viewed(before, len(output))
+        made, others = tensors_in(output), [a for a in tensors_in(args, kwargs) if known.get(id(a)) is not None]
+        if not works_by_rows(name, args, kwargs) or not all(one.shape[:1] == before.shape for one in made):
+            return None
+        # What has fewer axes is not laid beside the first one.
+        is_aligned = not keeps_axes(name) or len({a.dim() for a in (*made, *others)}) < 2
+        if name == "where" and any(
+            self._may_lie_otherwise(a, before) for a in tensors_in(args, kwargs) if known.get(id(a)) is None
+        ):
+            return None
+        return before if is_aligned and all(are_same(before, known[id(a)]) for a in others) else None
+
+    def _pieces(self, before: Tensor, args: tuple[Any, ...], output: Any) -> list[Tensor]:
+        """Of rows in pieces; where each example's number of them says how many one is, also of those with none."""
+        sizes = [len(piece) for piece in output]
+        if len(args) > 1 and self._routes.has_one_for_each(args[1]):
+            each = torch.arange(self._batch_size, device=before.device)
+            if torch.equal(before, each.repeat_interleave(torch.tensor(sizes, device=before.device))):
+                return list(each.unbind())
+        return list(before.split(sizes))
+
+    def _picked(self, pick: picks.Pick, before: Tensor, is_sorting: bool) -> Tensor | None:
+        """Of rows that were picked; where a module is `is_sorting` those of experts, all of them go back in the end."""
+        owners: Tensor = before[pick.rows]
+        if pick.are_numbers and not self._routes.numbers.are_places(pick.rows, unseen=is_sorting):
+            # What all go back by leaves no room for others.
+            owners = self._routes.sorted_back(owners)
+            is_back = self._routes.are_in_order(owners) and (is_sorting or not self._routes.are_in_order(before))
+            return owners if is_back else None
+        # Of rows in order numbers may pick others in another micro-batch, and are none that put them back.
+        may_be_back = pick.are_numbers and (is_sorting or not self._routes.are_in_order(before))
+        return self._routes.sorted_back(owners) if may_be_back else owners
+
+    def _filled(self, write: picks.Write, target: Tensor, value: Tensor | None) -> Tensor | None:
+        """Of rows that were made to be written to."""
+        places = torch.arange(len(target), device=target.device)
+        rows = places[write.rows]
+        is_matched = value is not None and value.shape == rows.shape
+        several = len(rows.unique())
+        if is_matched and several == len(places):  # all of them are written
+            assert value is not None
+            owners = torch.empty_like(places).index_copy_(0, rows, value)
+            return self._routes.sorted_back(owners) if torch.equal(owners[rows], value) else None
+        # Those that are not lie as all others of as many do, which is not known where rows were picked that do not, and
+        # what was written may be some of these.
+        is_summed = is_matched and several < len(rows)
+        others = self._routes.others_of(len(target), value if is_summed else None)
+        if len(target) % self._batch_size or any(self._written(write, one, value) is one for one in others):
+            return None
+        before = self._routes.in_order(len(target), target.device)
+        return before if self._written(write, before, value) is before else None
+
+    def _written(self, write: picks.Write, before: Tensor | None, value: Tensor | None) -> Tensor | None:
+        """Of rows into which others were written, `value` being whose these are."""
+        if value is None:  # a number, or the same for all rows
+            is_same = write.value is None or (write.value.shape[:1].numel() == 1 and not write.value.requires_grad)
+            return before if is_same else None
+        if before is None:
+            return None
+        own = before[write.rows]
+        if write.times > 1:
+            value = value.repeat_interleave(write.times)[: len(own)]
+        if are_same(own, value):
+            return before
+        if write.is_partial or own.shape != value.shape:
+            return None
+        owners = before.clone()
+        owners[write.rows] = value
+        # Of two that are written into one place nobody knows which is left there.
+        return self._routes.sorted_back(owners) if torch.equal(owners[write.rows], value) else None
+
+    def _viewed(self, before: Tensor, rows: int) -> Tensor | None:
+        """Of the same numbers in longer rows, or in shorter ones."""
+        if rows == len(before):
+            return self._routes.sorted_back(before) if rows == self._batch_size else before
+        if self._routes.are_in_order(before):
+            return self._routes.in_order(rows, before.device) if rows % self._batch_size == 0 else None
+        if rows and rows % max(len(before), 1) == 0 and len(before):
+            return before.repeat_interleave(rows // len(before))
+        if not rows or not len(before) or len(before) % rows:
+            return None
+        pieces = before.view(rows, -1)
+        return self._routes.sorted_back(pieces[:, 0]) if bool((pieces == pieces[:, :1]).all()) else None
+
+    def _repeated(self, name: str, before: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Of each row several: one after another, or all once more after all."""
+        times = args[0] if args else kwargs.get("repeats")
+        if name == "repeat_interleave":
+            is_along = "dim" in kwargs or len(args) > 1
+            if not is_along or axis_of(1, args, kwargs) != 0 or not isinstance(times, (int, Tensor)):
+                return None
+            owners = before.repeat_interleave(times)
+            return self._routes.sorted_back(owners) if isinstance(times, int) else owners
+        sizes = times if isinstance(times, (tuple, list)) else args
+        return before.repeat(sizes[0]) if sizes and isinstance(sizes[0], int) else None
+
+    @staticmethod
+    def _may_lie_otherwise(other: Tensor, before: Tensor) -> bool:
+        """Whether these may be rows of other examples than those beside them, from which an operation may choose."""
+        is_data = other.requires_grad and not isinstance(other, (nn.Parameter, WatchedParameter))
+        return is_data and other.shape[:1] == before.shape and len(before) > 1

@@ -1,0 +1,119 @@
+"""What is computed of one example's rows alone is that example's: rows that are pooled, and states of rows at work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dp.errors import HfDpError
+from hf_dp.per_example import loop, preflight, record
+from tests.per_example.small import Small, relative_error
+from tests.per_example.test_picked_rows_elsewhere import OTHERS, WIDTH, layers, loss, marked, refused
+
+
+def some(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Those in which each example has a position that is marked."""
+    return [batch for batch in batches if int(batch["mask"].sum(1).min())]
+
+
+POOLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda rows: rows.mean(0),
+    "max": lambda rows: rows.max(0).values,
+    "last": lambda rows: rows[-1],
+    "attention": lambda rows: (rows[:, :1].softmax(0) * rows).sum(0),
+    "an order": lambda rows: rows.sort(0).values.cumsum(0)[0],
+}
+
+
+def of_pieces(how: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+    def function(m: Any, data: Any) -> Tensor:
+        mask = data["mask"].bool()
+        rows = m.third(m.linear(data["x"]).tanh()[mask]).tanh()
+        made: Tensor = m.other(torch.stack([how(few) for few in rows.split(mask.sum(1).tolist())])).square().sum(1)
+        return made
+
+    return function
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 3), (1, 1, 1)])
+@pytest.mark.parametrize("name", POOLED)
+def test_pooled_rows_are_their_example_s(name: str, counts: tuple[int, ...]) -> None:
+    """Also where they are as many as examples, by chance."""
+    batches = [*some(OTHERS), marked(4, 1, 1, 1, 3), marked(2, 2), marked(1, 3, 1)]
+    assert not refused(of_pieces(POOLED[name]), marked(*counts), batches, **layers(), third=nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 3), (1, 1, 1)])
+def test_of_no_rows_the_sum_is_the_example_s_whose_number_of_rows_it_was(counts: tuple[int, ...]) -> None:
+    members = {**layers(), "third": nn.Linear(WIDTH, WIDTH)}
+    assert not refused(of_pieces(lambda rows: rows.sum(0)), marked(*counts), **members)
+
+
+def sentences(*texts: list[int]) -> dict[str, Tensor]:
+    """Examples of sentences with so many marked words."""
+    ends = [torch.arange(len(one)).repeat_interleave(torch.tensor(one, dtype=torch.long)) + 1 for one in texts]
+    mask = torch.stack([torch.cat([one, one.new_zeros(6 - len(one))]) for one in ends])
+    number = torch.tensor([len(one) for one in texts])
+    return {**marked(*mask.bool().sum(1).tolist()), "mask": mask, "number": number}
+
+
+def of_sentences(m: Any, data: Any) -> Tensor:
+    h, mask, number = m.linear(data["x"]).tanh(), data["mask"], data["number"].tolist()
+    counts = [row.count(one + 1) for row, n in zip(mask.tolist(), number, strict=True) for one in range(n)]
+    owners = torch.arange(len(mask)).repeat_interleave(data["number"])
+    if not counts:
+        return h.sum((1, 2))  # type: ignore[no-any-return]
+    made = m.other(torch.stack([few.cos().sum(0) for few in h[mask > 0].split(counts)])).tanh().square().sum(1)
+    return torch.zeros(len(mask), dtype=made.dtype).index_add(0, owners, made) + h.sum((1, 2))
+
+
+CROSSED = [sentences([2, 1], [1], []), sentences([], [1], [1, 2]), sentences([1, 2], [1, 1], [], [])]
+# One without a marked word, in the place of an example that has no sentence.
+EMPTY = sentences([2, 0], [], [1])
+
+
+@pytest.mark.parametrize("batch", [*CROSSED, EMPTY])
+def test_as_many_pieces_as_examples_are_not_one_of_each(batch: dict[str, Tensor]) -> None:
+    """Sentences of which the check saw one in each example: norms were of other examples' sentences."""
+    model = Small(of_sentences, **layers())
+    certificate = preflight(model, loss, sentences([2], [1], [3]))
+    same = sentences([1], [3], [1], [2])
+    assert relative_error(record(model, loss, same, certificate=certificate), loop(model, loss, same)) <= 1e-9
+    with pytest.raises(HfDpError, match="not one of each, in order"):
+        record(model, loss, batch, certificate=certificate)
+
+
+def test_pieces_are_their_example_s_where_each_has_some_number() -> None:
+    batches = [*CROSSED, sentences([1], [1], [1]), sentences([1, 1], [1]), sentences([2, 2, 1], [], [])]
+    assert not refused(of_sentences, sentences([2, 1], [1], [3, 1, 1]), batches, **layers())
+
+
+def in_turn(m: Any, data: Any) -> Tensor:
+    """States of those examples that are at work, which begin as zeros."""
+    x, mask = m.linear(data["x"]).tanh(), data["mask"].bool()
+    state = torch.zeros(len(x), WIDTH, dtype=x.dtype)
+    for t in range(x.shape[1]):
+        state = state.clone()
+        state[mask[:, t]] = m.cell(x[mask[:, t], t], state[mask[:, t]])
+    return state.square().sum(1) + x.sum((1, 2))
+
+
+def in_turn_by_numbers(m: Any, data: Any) -> Tensor:
+    x, mask = m.linear(data["x"]).tanh(), data["mask"]
+    state = x.new_zeros(len(x), WIDTH), x.new_zeros(len(x), WIDTH)
+    for t in range(x.shape[1]):
+        at = mask[:, t].nonzero().squeeze(1)
+        made = m.cell(x[:, t][at], (state[0][at], state[1][at]))
+        state = state[0].index_copy(0, at, made[0]), state[1].index_copy(0, at, made[1])
+    return state[0].square().sum(1) + x.sum((1, 2))
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 3), (1, 1, 1), (6, 6)])
+@pytest.mark.parametrize(("function", "cell"), [(in_turn, nn.GRUCell), (in_turn_by_numbers, nn.LSTMCell)])
+def test_states_of_the_rows_at_work_are_their_examples(function: Any, cell: Any, counts: tuple[int, ...]) -> None:
+    members = {"linear": nn.Linear(WIDTH, WIDTH), "cell": cell(WIDTH, WIDTH)}
+    assert not refused(function, marked(*counts), **members)
