@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_dp.per_example.followed.numbers import writes
 from hf_dp.per_example.followed.operations import CELLS
-from hf_dp.per_example.followed.owners import beside, is_below
+from hf_dp.per_example.followed.owners import below, beside
 from hf_dp.per_example.followed.picks import is_write, may_pick_or_write, name_of
 from hf_dp.per_example.followed.results import Results
 from hf_dp.per_example.followed.routes import Routes
@@ -31,7 +31,7 @@ class Following(TorchFunctionMode):
         restored: gets what lies in order again.
         takes_each: whether what was picked is one of each example anyway.
         is_data: whether anything of the batch is in a tensor.
-        unknown: gets rows that were laid below one another, and of which nobody knows whose they are.
+        unknown: gets rows of which nobody knows whose they are, and what was laid below one another there.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Following(TorchFunctionMode):
         restored: Callable[[Tensor], None] = lambda tensor: None,
         takes_each: Callable[[Tensor], bool] = lambda tensor: False,
         is_data: Callable[[Tensor], bool] = lambda tensor: tensor.requires_grad,
-        unknown: Callable[[Tensor], None] = lambda tensor: None,
+        unknown: Callable[[Tensor, list[Tensor]], None] = lambda tensor, parts: None,
     ) -> None:
         super().__init__()
         self._routes, self._enter, self._restored = routes, enter, restored
@@ -78,10 +78,10 @@ class Following(TorchFunctionMode):
                 for piece, own in zip(made, owners, strict=True):
                     self._routes.note(piece, own)
                 return output
-            if owners is None and is_below(name_of(func), args, kwargs, self._routes.batch_size):
-                for one in made:
-                    self._unknown(one)
             changed = [tensor for tensor, count in given if writes(tensor) != count]
+            if owners is None and (parts := below(name_of(func), args, kwargs, self._routes.batch_size)):
+                for one in (*made, *changed):
+                    self._unknown(one, parts)
             for one in (*made, *changed):
                 self._routes.note(one, owners)
                 if owners is not None and self._routes.is_restored(one):

@@ -6,14 +6,15 @@ they are rows again. Of what is computed of no rows nobody knows whose it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_dp.per_example.followed.operations import axis_of
-from hf_dp.per_example.followed.picks import JOINING
+from hf_dp.per_example.followed.picks import BELOW, JOINING, is_write
+from hf_dp.per_example.watched import tensors_in
 
 # Of tensors by their identity: what is known of them.
 Known = dict[int, Tensor | None]
@@ -31,10 +32,16 @@ def of_rows(owners: Tensor | None, tensor: Tensor) -> Tensor | None:
     return owners.expand(len(tensor)) if tensor.dim() else None
 
 
-def is_below(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> bool:
-    """Whether an operation lays rows below one another, none of which are of all of so many examples."""
-    pieces: Sequence[Tensor] = args[0] if args else kwargs.get("tensors", ())
-    return name in JOINING and axis_of(1, args, kwargs) == 0 and all(one.shape[:1] != (size,) for one in pieces)
+def below(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> list[Tensor]:
+    """What an operation lays below one another, if that is not all of so many examples each."""
+    if is_write(name):
+        value = args[-1] if args else None
+        is_whole = isinstance(args[1], int) and isinstance(value, Tensor) and _is_of_all(value, size)
+        return [] if is_whole or not isinstance(value, Tensor) or not value.numel() else [value]
+    if name not in JOINING or _axis(name, args, kwargs) != 0:
+        return []
+    pieces = tensors_in(args[:1], kwargs)
+    return [] if any(_is_of_all(one, size) for one in pieces) else list(pieces)
 
 
 def of_all(several: Iterable[Tensor | None]) -> Tensor | None:
@@ -63,10 +70,10 @@ def joined(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known, is_data: Callable[[Tensor], bool]
 ) -> Tensor | None:
     """Of rows one below another, or of what becomes a row each; or of rows `beside` one another."""
-    pieces: Sequence[Tensor] = args[0] if args else kwargs.get("tensors", ())
-    axis, is_stacked = axis_of(1, args, kwargs), name == "stack"
-    if not len(pieces) or not isinstance(axis, int):
+    pieces, axis = tensors_in(args[:1], kwargs), _axis(name, args, kwargs)
+    if not pieces or not isinstance(axis, int):
         return None
+    is_stacked = name in ("stack", "pad_sequence") or (name in BELOW and pieces[0].dim() < 2)
     if axis % max(pieces[0].dim() + is_stacked, 1):
         return beside(pieces, known, is_data)
     owners = [known.get(id(one)) for one in pieces]
@@ -76,3 +83,15 @@ def joined(
         return torch.stack(found) if len(found) == len(owners) else None
     found = [one for piece in pieces if (one := of_rows(known.get(id(piece)), piece)) is not None]
     return torch.cat(found) if len(found) == len(owners) else None
+
+
+def _axis(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Along which what an operation joins lies."""
+    if name == "pad_sequence":
+        return 0 if kwargs.get("batch_first", args[1] if len(args) > 1 else False) else 1
+    return 0 if name in BELOW else axis_of(1, args, kwargs)
+
+
+def _is_of_all(tensor: Tensor, size: int) -> bool:
+    """Whether it may have a row for each of so many examples, and is no row itself."""
+    return tensor.dim() > 1 and len(tensor) == size

@@ -10,7 +10,8 @@ from torch import Tensor
 from hf_dp.per_example.followed.axes import is_mask
 from hf_dp.per_example.followed.operations import axis_of
 
-JOINING = ("cat", "concat", "concatenate", "stack")
+BELOW = ("vstack", "row_stack")
+JOINING = ("cat", "concat", "concatenate", "stack", "pad_sequence", *BELOW)
 PIECES = ("split", "chunk", "tensor_split", "split_with_sizes")
 # What gives the numbers of some rows, which are of these rows.
 FINDING = ("nonzero", "argwhere", "where")
@@ -39,12 +40,14 @@ class Write(NamedTuple):
         value: what is written, one row after another; None if it is a number.
         is_partial: whether something is left of what was there.
         times: how often each owner comes in `rows`.
+        is_one: whether all of the value is one row.
     """
 
     rows: Any
     value: Tensor | None
     is_partial: bool
     times: int = 1
+    is_one: bool = False
 
 
 def name_of(func: Any) -> str:
@@ -54,7 +57,7 @@ def name_of(func: Any) -> str:
 
 def may_pick_or_write(name: str) -> bool:
     """Whether an operation of this name may have to do with rows of which nothing is known."""
-    return name in _NAMES or name.removesuffix("_") in _WRITING
+    return name in _NAMES or is_write(name)
 
 
 def is_write(name: str) -> bool:
@@ -77,6 +80,9 @@ def written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write |
         return None
     if name in ("__setitem__", "index_put") and len(args) > 2:
         value = args[2] if isinstance(args[2], Tensor) else None
+        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        if isinstance(first, int) and not isinstance(first, bool):
+            return Write(slice(first, first + 1 or None), value, True, is_one=True)
         pick, is_whole = _of_index(tuple(args[1]) if name == "index_put" else args[1])
         if pick is None:
             return Write(slice(None), value, True) if keeps_first(args[1], args[0].dim()) else None

@@ -78,6 +78,10 @@ class Results:
         before = known.get(id(source))
         if (write := picks.written(name, args, kwargs)) is not None:
             value = None if write.value is None else known.get(id(write.value))
+            if write.is_one:
+                if (one := of_all([value])) is None:
+                    return None
+                value = one[None]
             if before is None and is_blank and source.dim():
                 return self._filled(write, source, value)
             return self._written(write, entered if before is None else before, value)

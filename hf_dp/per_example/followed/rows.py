@@ -125,9 +125,11 @@ class FollowedRows:
             self._picked.forget(given)
             self.follow()
 
-    def _unknown(self, given: Tensor) -> None:
+    def _unknown(self, given: Tensor, parts: list[Tensor]) -> None:
         """Takes note that as many rows as examples need not be one of each."""
-        if self._picked is None or given.shape[:1] != (self.batch_size,) or not self._picked.follows_index(given):
+        if self._picked is None or given.shape[:1] != (self.batch_size,):
+            return
+        if not any(map(self._picked.follows_index, parts)):
             return
         if self._picked.has_one_of_each(given) is None:
             self._picked.doubt(given)

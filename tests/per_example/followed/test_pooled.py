@@ -61,13 +61,29 @@ def sentences(*texts: list[int]) -> dict[str, Tensor]:
     return {**marked(*mask.bool().sum(1).tolist()), "mask": mask, "number": number}
 
 
-def of_sentences(m: Any, data: Any) -> Tensor:
+def one_by_one(rows: list[Tensor]) -> Tensor:
+    made = rows[0].new_zeros(len(rows), WIDTH)
+    for i, row in enumerate(rows):
+        made[i] = row
+    return made
+
+
+JOINS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "stack": torch.stack,
+    "vstack": torch.vstack,
+    "cat": lambda rows: torch.cat([row[None] for row in rows]),
+    "written": one_by_one,
+    "padded": lambda rows: nn.utils.rnn.pad_sequence([row[None] for row in rows], batch_first=True)[:, 0],
+}
+
+
+def of_sentences(m: Any, data: Any, join: Callable[[list[Tensor]], Tensor] = torch.stack) -> Tensor:
     h, mask, number = m.linear(data["x"]).tanh(), data["mask"], data["number"].tolist()
     counts = [row.count(one + 1) for row, n in zip(mask.tolist(), number, strict=True) for one in range(n)]
     owners = torch.arange(len(mask)).repeat_interleave(data["number"])
     if not counts:
         return h.sum((1, 2))  # type: ignore[no-any-return]
-    made = m.other(torch.stack([few.cos().sum(0) for few in h[mask > 0].split(counts)])).tanh().square().sum(1)
+    made = m.other(join([few.cos().sum(0) for few in h[mask > 0].split(counts)])).tanh().square().sum(1)
     return torch.zeros(len(mask), dtype=made.dtype).index_add(0, owners, made) + h.sum((1, 2))
 
 
@@ -76,15 +92,16 @@ CROSSED = [sentences([2, 1], [1], []), sentences([], [1], [1, 2]), sentences([1,
 EMPTY = sentences([2, 0], [], [1])
 
 
-@pytest.mark.parametrize("batch", [*CROSSED, EMPTY])
-def test_as_many_pieces_as_examples_are_not_one_of_each(batch: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("join", JOINS)
+def test_as_many_pieces_as_examples_are_not_one_of_each(join: str) -> None:
     """Sentences of which the check saw one in each example: norms were of other examples' sentences."""
-    model = Small(of_sentences, **layers())
+    model = Small(lambda m, data: of_sentences(m, data, JOINS[join]), **layers())
     certificate = preflight(model, loss, sentences([2], [1], [3]))
     same = sentences([1], [3], [1], [2])
     assert relative_error(record(model, loss, same, certificate=certificate), loop(model, loss, same)) <= 1e-9
-    with pytest.raises(HfDpError, match="not one of each, in order"):
-        record(model, loss, batch, certificate=certificate)
+    for batch in (*CROSSED, EMPTY):
+        with pytest.raises(HfDpError, match="not one of each, in order"):
+            record(model, loss, batch, certificate=certificate)
 
 
 def test_pieces_are_their_example_s_where_each_has_some_number() -> None:
