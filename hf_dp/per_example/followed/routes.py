@@ -103,7 +103,7 @@ class Routes:
             self._owners.pop(tensor, None)
         elif not owners.dim():
             self._owners[tensor] = owners.to(tensor.device), writes(tensor)
-            if tensor.dim():
+            if tensor.dim() > 1:  # a row by itself is no rows
                 self._noted.setdefault(len(tensor), {})[id(owners)] = owners.expand(len(tensor))
         elif tensor.shape[:1] == owners.shape or tensor.shape[:2] == (1, len(owners)):
             if owners.device != tensor.device:
