@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.followed.operations import axis_of
-from hf_dp.per_example.followed.picks import BELOW, JOINING, is_write
+from hf_dp.per_example.followed.picks import BELOW, JOINING, is_write, keeps_first
 from hf_dp.per_example.watched import tensors_in
 
 # Of tensors by their identity: what is known of them.
@@ -35,9 +35,12 @@ def of_rows(owners: Tensor | None, tensor: Tensor) -> Tensor | None:
 def below(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> list[Tensor]:
     """What an operation lays below one another, if that is not all of so many examples each."""
     if is_write(name):
-        value = args[-1] if args else None
-        is_whole = isinstance(args[1], int) and isinstance(value, Tensor) and _is_of_all(value, size)
-        return [] if is_whole or not isinstance(value, Tensor) or not value.numel() else [value]
+        place, is_set = args[1] if len(args) > 1 else None, name == "__setitem__"
+        if keeps_first(place, args[0].dim()) if is_set else isinstance(place, int) and place % args[0].dim():
+            return []
+        values = [one for one in tensors_in(args[2:], kwargs) if one.numel()]
+        is_whole = is_set and isinstance(place, int)
+        return [] if is_whole and any(_is_of_all(one, size) for one in values) else values
     if name not in JOINING or _axis(name, args, kwargs) != 0:
         return []
     pieces = tensors_in(args[:1], kwargs)
