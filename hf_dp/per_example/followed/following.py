@@ -31,7 +31,7 @@ class Following(TorchFunctionMode):
         restored: gets what lies in order again.
         takes_each: whether what was picked is one of each example anyway.
         is_data: whether anything of the batch is in a tensor.
-        unknown: gets rows of which nobody knows whose they are, and what was laid below one another there.
+        unknown: gets rows that may not, or do not, lie in order, and what was laid below one another there.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class Following(TorchFunctionMode):
                 self._routes.note(one, owners)
                 if owners is not None and self._routes.is_restored(one):
                     self._restored(one)
+                elif owners is not None and not self._routes.are_one_of_each(owners):
+                    self._unknown(one, [one])
         return output
 
 

@@ -51,8 +51,10 @@ class Results:
         name, given = picks.name_of(func), tensors_in(args, kwargs)
         if name in picks.JOINING:
             owners = joined(name, args, kwargs, known, self._is_data)
-            are_rows = any(one is not None and one.dim() for one in known.values())
-            return owners if owners is None or are_rows or not owners.dim() else self._routes.sorted_back(owners)
+            # Of rows that were joined the numbers may differ later; of examples each has one.
+            is_one = not any(one is not None and one.dim() for one in known.values())
+            is_one &= owners is not None and owners.shape == (self._batch_size,)
+            return self._routes.sorted_back(owners) if owners is not None and is_one else owners
         every = [known.get(id(a)) for a in given if known.get(id(a)) is not None or self._is_data(a)]
         if picks.is_write(name) or name in MAKING or not every or any(one is None or one.dim() for one in every):
             rows = {id(a): of_rows(known.get(id(a)), a) for a in given}
@@ -92,6 +94,8 @@ class Results:
         may_enter = pick is not None or are_pieces or is_found or name in _REPEATING or is_number
         if before is None and enter is not None and may_enter:
             before = enter(source)
+            if before is not None and not before.dim():  # whatever of it is picked
+                return before
         if before is not None and len(before) != len(source) and name not in _VIEWS:  # (1, n, ...)
             return None
         if before is None and is_elementwise(name):

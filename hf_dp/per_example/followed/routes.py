@@ -31,6 +31,7 @@ class Routes:
         self._owners: Any = WeakIdKeyDictionary()
         self._in_order: dict[tuple[int, torch.device], Tensor] = {}
         self._orders: Any = WeakIdKeyDictionary()
+        self._one_of_each: Any = WeakIdKeyDictionary()
         self._depth = 0
         # By their number, and by its identity, what says whose rows are that were picked.
         self._noted: dict[int, dict[int, Tensor]] = {}
@@ -124,6 +125,14 @@ class Routes:
     def has_one_for_each(self, several: Any) -> bool:
         """Whether a list holds one number for each example, in order."""
         return self._lists.get(id(several)) is several is not None and len(several) == self.batch_size
+
+    def are_one_of_each(self, owners: Tensor) -> bool:
+        """Whether as many rows as examples are; of others it says nothing."""
+        if owners.shape != (self.batch_size,):
+            return True
+        if owners not in self._one_of_each:
+            self._one_of_each[owners] = torch.equal(owners, self.in_order(len(owners), owners.device))
+        return bool(self._one_of_each[owners])
 
     def is_blank(self, tensor: Tensor) -> bool:
         """Whether it, or what it is a view of, was made to be written to, and nothing was since."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
@@ -108,6 +109,10 @@ class FollowedRows:
             return None
         if self._picked is not None and (self._picked.axes.of(source) or self._picked.are_images(source)):
             return None
+        if (number := _number_of(source, self.batch_size)) is not None:
+            # Of as many positions as examples it might be one of these.
+            is_one = len(source) != self.batch_size
+            return torch.tensor(number, device=source.device) if is_one else None
         is_plain = len(source) == self.batch_size or is_plainly_folded(source, self.batch_size)
         if self._was_picked(source) or not (is_plain or self._is_even(source)):
             return None
@@ -131,7 +136,8 @@ class FollowedRows:
             return
         if not any(map(self._picked.follows_index, parts)):
             return
-        if self._picked.has_one_of_each(given) is None:
+        # Of rows that are known to be others' it is no matter how they looked before.
+        if self._picked.has_one_of_each(given) is None or any(self.routes.known(one) is not None for one in parts):
             self._picked.doubt(given)
 
     def follow(self) -> None:
@@ -210,6 +216,15 @@ def is_plainly_folded(given: Tensor, batch_size: int) -> bool:
         and base.storage_offset() == given.storage_offset()
         and given.is_contiguous()
     )
+
+
+def _number_of(source: Tensor, batch_size: int) -> int | None:
+    """Of which example `source` is all there is, if it is a view of one of (B, ...)."""
+    base = source._base
+    if base is None or base.shape[:1] != (batch_size,) or base.stride()[1:] != source.stride():
+        return None
+    number, rest = divmod(int(source.storage_offset() - base.storage_offset()), max(base.stride(0), 1))
+    return number if base.shape[1:] == source.shape and not rest and batch_size > 1 else None
 
 
 def _storage(tensor: Tensor) -> int:

@@ -134,3 +134,39 @@ def in_turn_by_numbers(m: Any, data: Any) -> Tensor:
 def test_states_of_the_rows_at_work_are_their_examples(function: Any, cell: Any, counts: tuple[int, ...]) -> None:
     members = {"linear": nn.Linear(WIDTH, WIDTH), "cell": cell(WIDTH, WIDTH)}
     assert not refused(function, marked(*counts), **members)
+
+
+ONE_BY_ONE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "rows": lambda m, h, mask: torch.stack([m.other(one[on]).square().sum() for one, on in zip(h, mask, strict=True)]),
+    "sums": lambda m, h, mask: (
+        m.other(torch.stack([h[i][mask[i]].sum(0) for i in range(len(h))])).square().sum(1)  # of none too
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+@pytest.mark.parametrize("counts", [(2, 1, 3), (1, 1, 1)])
+def test_examples_one_by_one_are_their_own(name: str, counts: tuple[int, ...]) -> None:
+    """But where there are as many positions: then nobody knows whether these are one example's."""
+
+    def function(m: Any, data: Any) -> Tensor:
+        return ONE_BY_ONE[name](m, m.linear(data["x"]).tanh(), data["mask"].bool())
+
+    square = [batch for batch in OTHERS if batch["mask"].shape[0] == batch["mask"].shape[1]]
+    others = [batch for batch in OTHERS if batch["mask"].shape[0] != batch["mask"].shape[1]]
+    assert not refused(function, marked(*counts), others, **layers())
+    refused(function, marked(*counts), square, **layers())
+
+
+def test_rows_that_were_known_to_be_others_stay_so_after_what_is_not_followed() -> None:
+    """In the check each example had one row, in order."""
+
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"].bool()
+        rows = torch.cat([one[on] for one, on in zip(h, mask, strict=True)])
+        owners = torch.arange(len(mask)).repeat_interleave(mask.sum(1))
+        made = m.other(rows[rows[:, 0].detach().argsort().argsort().argsort()].flip(1)).square().sum(1)
+        owners = owners[rows[:, 0].detach().argsort().argsort().argsort()]
+        return h.sum((1, 2)).index_add(0, owners, made)
+
+    refused(function, marked(1, 1, 1), [marked(2, 0, 1), marked(0, 3, 0), marked(2, 2, 0, 0)], **layers())
