@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from hf_dp.per_example.followed.axes import is_plainly_folded
 from hf_dp.per_example.followed.copies import Copy
-from hf_dp.per_example.followed.rows import FollowedRows, is_plainly_folded
+from hf_dp.per_example.followed.rows import FollowedRows
 from hf_dp.per_example.rule import (
     AND_ROUTED,
     BY_GRADIENT,

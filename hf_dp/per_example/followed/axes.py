@@ -119,6 +119,17 @@ def are_put_back(
     return in_order(target if placed is None else placed, batch_size) == axis
 
 
+def are_put_to_own(name: str, args: Sequence[Any], rows: Tensor) -> bool | None:
+    """Whether rows, whose they are, are written or added along the first axis where their own examples' is; None where
+    it is not read."""
+    index = args[1] if name in ("__setitem__", "index_put", "index_put_") else args[2] if len(args) > 3 else None
+    index = index[0] if isinstance(index, tuple) and index else index
+    index = torch.tensor(index, device=rows.device) if isinstance(index, list) else index
+    if not isinstance(index, Tensor) or is_mask(index) or not index.dim() or len(index) > len(rows):
+        return None
+    return bool((index == rows[: len(index)].view(-1, *[1] * (index.dim() - 1))).all())
+
+
 def are_even(source: Tensor, parts: Sequence[Tensor], batch_size: int) -> bool:
     """Whether the rows that an index of these `parts` picks, of as many of each example, are as many of each, in
     order."""
@@ -172,3 +183,15 @@ def _axes_of(part: Any) -> int:
 def is_mask(part: Any) -> bool:
     """Whether an index is one of yes and no."""
     return isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8)
+
+
+def is_plainly_folded(given: Tensor, batch_size: int) -> bool:
+    """Whether `given` is a plain view of a tensor (B, ...) whose examples lie one after another in memory."""
+    base = given._base
+    return (
+        base is not None
+        and base.shape[:1] == (batch_size,)
+        and base.stride(0) * batch_size == base.numel() == given.numel()
+        and base.storage_offset() == given.storage_offset()
+        and given.is_contiguous()
+    )

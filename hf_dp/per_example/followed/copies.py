@@ -38,21 +38,24 @@ class RowCopies:
         """Takes note of copies."""
         self._copies[made] = copy
 
-    def meet(self, given: Iterable[Tensor], known: Sequence[bool]) -> None:
+    def meet(self, given: Iterable[Tensor], known: Sequence[bool], by: str | None = None) -> None:
         """Takes note of what an operation is given.
 
         Args:
             known: of those that follow from picked rows, as many as examples, whether they are one of each, in order.
+            by: which operation picked others, maybe more of some examples than of others.
 
         Raises:
             UnsupportedModelError: they are not, and some of what is given are copies.
         """
-        if not known or not len(self._copies):
+        if not (known or by) or not len(self._copies):
             return
         for copy in (self._copies[one] for one in given if one in self._copies):
-            if not all(known):
+            if not all(known) or (by and not known):
                 what = f"operation {copy.operation} to {copy.rows} rows"
                 reason = "these go with rows that were picked, and are not one of each example, in order"
+                if by and all(known):
+                    reason = f"they may be packed: {by}() picked the rows beside them, maybe more of some examples"
                 raise refusal(copy.parameters, what, reason)
             self._inferred.update(Use(copy.operation, name, INFERRED, 0) for name in copy.parameters)
 

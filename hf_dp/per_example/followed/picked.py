@@ -16,21 +16,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.followed.axes import Axes, are_put_back, in_order, is_along, is_indexed, is_mask, numbers_of
+from hf_dp.per_example.followed.alone import Alone
+from hf_dp.per_example.followed.axes import Axes, are_put_back, are_put_to_own, in_order, is_mask, numbers_of
 from hf_dp.per_example.followed.copies import RowCopies
 from hf_dp.per_example.followed.picking import (
     CHOOSING,
-    INDEXES,
     JOINING,
     MAKING,
     MAY_PICK,
     NO_NUMBERS,
-    PICKING,
-    TURNING,
     VIEWING,
-    WRITING,
     Operation,
 )
+from hf_dp.per_example.followed.pieces import Owners
 from hf_dp.per_example.followed.views import ThroughViews
 from hf_dp.per_example.watched import WatchedParameter, flatten, tensors_in
 
@@ -55,13 +53,14 @@ class Picked(TorchFunctionMode):
         self._are_even: Any = WeakIdKeyDictionary()
         # What follows from rows that were picked, be they as many of each or not; and whose those of pieces are.
         self._indexed: Any = WeakIdKeyDictionary()
-        self._owners: Any = WeakIdKeyDictionary()
+        self._owners = Owners(batch_size)
         # All numbers of examples, in order, as a model counted them: which version; and what was picked by them.
         self._counted: Any = WeakIdKeyDictionary()
         self._taken: Any = WeakIdKeyDictionary()
         # Of what the operation at hand was given, for what is computed on the way to its result.
         self._within: tuple[str | None, bool | None] = None, None
-        self._batch_size, self._images, self.through = batch_size, images, ThroughViews(batch_size)
+        self._batch_size, self._images = batch_size, images
+        self.through, self.alone = ThroughViews(batch_size), Alone(batch_size)
         self.axes, self.copies = Axes(batch_size), RowCopies(set() if inferred is None else inferred)
 
     def __torch_function__(
@@ -75,10 +74,12 @@ class Picked(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             known = [self._one_of_each[a] for a in given if a in self._one_of_each] if len(self._one_of_each) else []
             by = next((found for a in given if (found := self._picked_by(a))), None) if len(self._picked) else None
-            self.copies.meet(given, known)
+            self.copies.meet(given, known, by)
+            is_new = self.alone.writes(func) and not self.is_data(args[0])
         before, self._within = self._within, (by, all(known) if known else None)
         try:
             output = func(*args, **kwargs)
+            pieces = list(output) if func is Tensor.__iter__ else output
         finally:
             self._within = before
         with torch._C.DisableTorchFunction():
@@ -86,8 +87,22 @@ class Picked(TorchFunctionMode):
             if func is torch.arange and args == (self._batch_size,) and not kwargs.keys() - {"device", "dtype"}:
                 self._counted.update(() if output.is_inference() else ((output, output._version),))
             if data := [one for one in given if self.is_data(one)]:
-                self._follow(Operation.of(func, args, kwargs, output), given, data, known, by)
-        return output
+                op = Operation.of(func, args, kwargs, pieces)
+                self._follow(op, given, data, known, by)
+                self._follow_alone(op, data, is_new)
+        return iter(pieces) if func is Tensor.__iter__ else output
+
+    def _follow_alone(self, op: Operation, data: list[Tensor], is_new: bool) -> None:
+        """Notes what becomes of what one example has, and whether a loop in Python has put it in order again."""
+        for one, is_each, is_own in self.alone.follow(op, data, self.axes, self._may_lead, is_new):
+            known = self._one_of_each if is_each else self._are_even
+            # Of pieces of one example each it makes no difference which of their own rows these are.
+            known[one] = is_own and ((is_each and one is op.output) or known.get(one, True))
+            if not is_each and not is_own:
+                self._picked.setdefault(one, op.name)
+
+    def _may_lead(self, tensor: Tensor) -> bool:
+        return not self.axes.of(tensor) and self._one_of_each.get(tensor) is not False
 
     def _follow(
         self, op: Operation, given: list[Tensor], data: list[Tensor], known: list[bool], by: str | None
@@ -119,6 +134,8 @@ class Picked(TorchFunctionMode):
             self._indexed.update((one, None) for one in (*rows, *changed))
         if picks and not axis:
             self._note_owners(op)
+        elif len(self._owners) and not picks and not picks_other:
+            self._owners.keep(op, data)
         if picks:
             if any(one.dim() and len(one) != self._batch_size for one in changed):
                 is_even = not is_written and op.source not in self._picked and op.is_even(self._batch_size)
@@ -135,7 +152,7 @@ class Picked(TorchFunctionMode):
                 is_one = self._is_one_of_each(op)
                 known = [self._one_of_each.get(given[0], True) and is_one]
             elif name in JOINING and all(one in self._owners for one in given):
-                known = [self._is_joined(given)]
+                known = [self._owners.are_whole(given)]
         elif name in VIEWING and (is_even := self._are_even.get(given[0])) is not None:
             known += [is_even] * (len(made) == 1 and made[0].shape[:1] == (self._batch_size,))
         if picks_other:
@@ -145,11 +162,16 @@ class Picked(TorchFunctionMode):
                 known = [self._one_of_each.get(given[0], True) and is_whole]
                 self._one_of_each.update((one, known[0]) for one in changed if is_written)
         known += op.found_one_of_each(self._batch_size)
-        if is_written and not axis and (value := op.args[-1]) in self._one_of_each:
+        is_alone = is_written and isinstance(op.args[-1], Tensor) and self.alone.is_alone(op.args[-1])
+        if picks and is_written and not axis and (is_put := self._put(op, 0)) is not None:
+            self._one_of_each.update((one, is_put and self._one_of_each.get(one, True)) for one in (*changed, *rows))
+            known = [is_put, *known]
+        elif is_written and not axis and not is_alone and (value := op.args[-1]) in self._one_of_each:
             known_of = self._one_of_each[value]
             self._one_of_each.update((one, known_of) for one in changed if len(one) == self._batch_size)
         if by is not None:
-            self._picked.update((one, by) for one in rows)
+            is_filled = op.name == "__setitem__" and not picks and len(given[0]) != self._batch_size
+            self._picked.update((one, by) for one in (*rows, *given[:is_filled]))
         if known:
             self._one_of_each.update((one, all(known)) for one in made if one.dtype != torch.bool)
 
@@ -195,40 +217,30 @@ class Picked(TorchFunctionMode):
         """
         if axis:
             self.axes.note(tensor, axis)
+        if self.alone.is_of_one(tensor):
+            return False
         found: bool | None = self._one_of_each.get(tensor, None if tensor in self._data else self._within[1])
         return found
 
     def _note_owners(self, op: Operation, axis: int = 0) -> None:
-        """Whose the rows are that are picked of B, one of each: of others their numbers do not tell."""
-        source, size = op.source, self._batch_size
-        if op.name not in CHOOSING or source is None or self._one_of_each.get(source) is False:
-            return
-        made = tensors_in(op.output) if source.shape[axis] == size else []
-        for one, own in zip(made, op.on(numbers_of(source, axis, size)) if made else [], strict=True):
-            if one.dim() > axis:
-                numbers = own.movedim(axis, 0)
-                self._owners[one] = axis, numbers.reshape(len(numbers), -1)[:, 0] if own.numel() else own.flatten()
-
-    def _is_joined(self, pieces: list[Tensor]) -> bool:
-        """Whether pieces, whose they are known, are one of each example, in order."""
-        owners = torch.cat([self._owners[one][1] for one in pieces])
-        return torch.equal(owners, torch.arange(self._batch_size, device=owners.device))
+        if op.source is not None and self._one_of_each.get(op.source) is not False:
+            self._owners.cut(op, axis)
 
     def _axis(self, op: Operation) -> int:
         """Where the examples lie in what an operation picks of."""
         tensors = [one for one in op.picked_of if one.dim()]
         several = tensors if op.name in JOINING else tensors[:1]
-        return max((self._owners[one][0] if one in self._owners else self.axes.of(one) for one in several), default=0)
+        return max((self._owners.of(one, self.axes.of(one))[0] for one in several), default=0)
 
     def _along(self, op: Operation, axis: int) -> bool | None:
         """Whether what is picked along another axis than the first is one of each example, in order; None of others."""
         made = tensors_in(op.output)
         if op.name in JOINING:
             pieces = op.picked_of
-            if not all(one in self._owners and self._owners[one][0] == axis for one in pieces):
+            if not all(one in self._owners and self._owners.of(one)[0] == axis for one in pieces):
                 return None
             self.axes.note(made[0], axis)
-            return self._is_joined(pieces)
+            return self._owners.are_whole(pieces)
         source = op.source
         if op.name not in CHOOSING or source is None or source.shape[axis] != self._batch_size:
             return False
@@ -240,7 +252,7 @@ class Picked(TorchFunctionMode):
         if place is not None:
             self.axes.note(made[0], place)
         elif found[0].numel() and self._batch_size not in found[0].shape:
-            self._owners[made[0]] = 0, found[0].reshape(len(found[0]), -1)[:, 0]
+            self._owners.note(made[0], 0, found[0].reshape(len(found[0]), -1)[:, 0])
             return None
         return place is not None
 
@@ -249,37 +261,21 @@ class Picked(TorchFunctionMode):
         value, size = op.args[-1], self._batch_size
         if op.kwargs or not isinstance(value, Tensor) or not value.dim() or op.args[0].shape[axis] != size:
             return None
-        first, rows = self._owners.get(value, (self.axes.of(value), None))
+        first, rows = self._owners.of(value, self.axes.of(value))
         if rows is None and value.shape[first] != size:
             return None
+        if not axis:
+            whose = torch.arange(size, device=value.device) if rows is None else rows
+            return None if first or len(whose) < 1 else are_put_to_own(op.name, op.args, whose)
         is_own = are_put_back(op.func, op.args, axis, size, first, rows)
         return is_own and self._one_of_each.get(value, True) is True
 
     def _picks(self, op: Operation, axis: int = 0) -> bool:
         """Whether an operation picks rows of data along an axis, or writes some."""
-        tensors, (name, _, args, kwargs, _) = op.picked_of, op
-        if not tensors or tensors[0].dim() == 0 or isinstance(tensors[0], WatchedParameter):
+        source = op.rows_source
+        if source is None or isinstance(op.picked_of[0], WatchedParameter) or self.are_images(source):
             return False
-        # What is joined may begin with nothing (an empty cache), which has one axis.
-        source = max(tensors, key=Tensor.dim) if name in JOINING else tensors[0]
-        if self.are_images(source):
-            return False
-        if name in INDEXES:
-            index = args[1] if name.startswith("__") else tuple(slice(None) if i is None else i for i in args[1])
-            # What looks up rows of a table has as many as it was given numbers of rows.
-            is_lookup = not op.is_written and not self.is_data(source) and not any(map(is_mask, flatten(index)))
-            return not is_lookup and is_indexed(source, index, axis)
-        if name == "repeat_interleave":
-            is_uneven = any(isinstance(a, Tensor) and a.numel() > 1 for a in (*args[1:], *kwargs.values()))
-            return is_uneven and (not axis or is_along((2, None), args, kwargs, source, axis))
-        if (place := WRITING.get(name.removesuffix("_"))) is not None:
-            return is_along(place, args, kwargs, source, axis)
-        if name in TURNING and axis == self.axes.of(source):
-            args = (source, args[1:]) if name == "flip" and len(args) > 2 else args
-            return self.is_data(source) and is_along(TURNING[name], args, kwargs, source, axis)
-        place = PICKING.get(name)
-        is_of_data = place is not None and any(map(self.is_data, tensors if name in JOINING else [source]))
-        return place is not None and is_of_data and is_along(place, args, kwargs, source, axis)
+        return op.picks(source, axis, self.is_data, is_turned=axis == self.axes.of(source))
 
     def _is_one_of_each(self, op: Operation) -> bool:
         """Whether the B rows that an operation picks of B k are one of each example, in order."""
@@ -290,11 +286,6 @@ class Picked(TorchFunctionMode):
         if op.name not in CHOOSING or source is None or (len(source) != size and source in self._picked):
             return False
         rows = op.numbers_of_each if len(source) == size else None
-        if rows is not None and self._counted.get(rows) == rows._version:
+        if is_counted := rows is not None and self._counted.get(rows) == rows._version:
             self._taken.update((one, None) for one in tensors_in(op.output))
-            return True
-        first = torch.arange(size, device=source.device)[:, None]
-        # Of sequences (T, B, ...) the examples are second.
-        axes = [0] * (len(source) % size == 0) + [1] * (source.shape[1:2] == (size,))
-        several = (op.on(numbers_of(source, axis, size)) for axis in axes)
-        return any(all(bool((one.reshape(size, -1) == first).all()) for one in found) for found in several)
+        return is_counted or op.picks_one_of_each(size)

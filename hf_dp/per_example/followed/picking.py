@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.followed.axes import Place, are_even, is_mask
+from hf_dp.per_example.followed.axes import Place, are_even, is_along, is_indexed, is_mask, numbers_of
 from hf_dp.per_example.watched import METADATA, flatten, tensors_in
 
 # Asked for what is no number in a tensor.
@@ -78,6 +79,35 @@ class Operation(NamedTuple):
         return tensors_in(*self.args, *map(self.kwargs.get, FIRST))
 
     @property
+    def rows_source(self) -> Tensor | None:
+        """What it would pick rows of, if it picks any."""
+        tensors = self.picked_of
+        if not tensors or tensors[0].dim() == 0:
+            return None
+        # What is joined may begin with nothing (an empty cache), which has one axis.
+        return max(tensors, key=Tensor.dim) if self.name in JOINING else tensors[0]
+
+    def picks(self, source: Tensor, axis: int, is_data: Callable[[Tensor], bool], is_turned: bool) -> bool:
+        """Whether it picks rows of its `source` along an axis, or writes some; what turns rows round if `is_turned`."""
+        name, args, kwargs = self.name, self.args, self.kwargs
+        if name in INDEXES:
+            index = args[1] if name.startswith("__") else tuple(slice(None) if i is None else i for i in args[1])
+            # What looks up rows of a table has as many as it was given numbers of rows.
+            is_lookup = not self.is_written and not is_data(source) and not any(map(is_mask, flatten(index)))
+            return not is_lookup and is_indexed(source, index, axis)
+        if name == "repeat_interleave":
+            is_uneven = any(isinstance(a, Tensor) and a.numel() > 1 for a in (*args[1:], *kwargs.values()))
+            return is_uneven and (not axis or is_along((2, None), args, kwargs, source, axis))
+        if (place := WRITING.get(name.removesuffix("_"))) is not None:
+            return is_along(place, args, kwargs, source, axis)
+        if name in TURNING and is_turned:
+            args = (source, args[1:]) if name == "flip" and len(args) > 2 else args
+            return is_data(source) and is_along(TURNING[name], args, kwargs, source, axis)
+        place = PICKING.get(name)
+        is_of_data = place is not None and any(map(is_data, self.picked_of if name in JOINING else [source]))
+        return place is not None and is_of_data and is_along(place, args, kwargs, source, axis)
+
+    @property
     def is_written(self) -> bool:
         """Whether it writes rows into its first argument, or a copy of that."""
         return self.name in INDEXED_WRITES or self.name.removesuffix("_") in WRITING
@@ -100,6 +130,18 @@ class Operation(NamedTuple):
     def on(self, numbers: Tensor) -> list[Tensor]:
         """What it gives of these in place of its first argument."""
         return flatten(self.func(numbers, *self.args[1:], **self.kwargs))
+
+    def picks_one_of_each(self, size: int) -> bool:
+        """Whether what is picked of its first argument is one of each of so many examples, in order."""
+        source = self.source
+        assert source is not None
+        first = torch.arange(size, device=source.device)[:, None]
+        # Of sequences (T, B, ...) the examples are second.
+        for axis in [0] * (len(source) % size == 0) + [1] * (source.shape[1:2] == (size,)):
+            found = self.on(numbers_of(source, axis, size))
+            if all(bool((one.reshape(size, -1) == first).all()) for one in found):
+                return True
+        return False
 
     def is_even(self, size: int) -> bool:
         """Whether the rows that an index picks, of as many of each of so many examples, are as many of each again."""

@@ -86,7 +86,7 @@ class Results:
                 value = one[None]
             if before is None and is_blank and source.dim():
                 return self._filled(write, source, value)
-            return self._written(write, entered if before is None else before, value)
+            return self._written(write, of_rows(entered, source) if before is None else before, value)
         pick = picks.picked(name, args, kwargs)
         are_pieces = name in picks.PIECES and axis_of(2, args, kwargs) == 0
         is_found = name in picks.FINDING and (name != "where" or len(args) + len(kwargs) == 1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.followed.axes import is_plainly_folded
 from hf_dp.per_example.followed.counts import Counts
 from hf_dp.per_example.followed.following import Following, in_experts, is_of_torch, may_route, wrapped
 from hf_dp.per_example.followed.picked import Picked
@@ -109,6 +110,8 @@ class FollowedRows:
             return None
         if self._picked is not None and (self._picked.axes.of(source) or self._picked.are_images(source)):
             return None
+        if self._picked is not None and (example := self._picked.alone.of(source)) is not None:
+            return torch.tensor(example, device=source.device)
         if (number := _number_of(source, self.batch_size)) is not None:
             # Of as many positions as examples it might be one of these.
             is_one = len(source) != self.batch_size
@@ -134,7 +137,7 @@ class FollowedRows:
         """Takes note that as many rows as examples need not be one of each."""
         if self._picked is None or given.shape[:1] != (self.batch_size,):
             return
-        if not any(map(self._picked.follows_index, parts)):
+        if self._picked.alone.is_in_order(given) or not any(map(self._picked.follows_index, parts)):
             return
         # Of rows that are known to be others' it is no matter how they looked before.
         if self._picked.has_one_of_each(given) is None or any(self.routes.known(one) is not None for one in parts):
@@ -204,18 +207,6 @@ class FollowedRows:
         if self._picked is not None and self._picked.follows_index(given):
             self._picked.forget(given)
             self.inferred.add(Use("experts", "", ROUTED, given.dim()))
-
-
-def is_plainly_folded(given: Tensor, batch_size: int) -> bool:
-    """Whether `given` is a plain view of a tensor (B, ...) whose examples lie one after another in memory."""
-    base = given._base
-    return (
-        base is not None
-        and base.shape[:1] == (batch_size,)
-        and base.stride(0) * batch_size == base.numel() == given.numel()
-        and base.storage_offset() == given.storage_offset()
-        and given.is_contiguous()
-    )
 
 
 def _number_of(source: Tensor, batch_size: int) -> int | None:
