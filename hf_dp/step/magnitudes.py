@@ -16,6 +16,7 @@ from hf_dp.config.units import drawn_are
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.modules import parameters_of
 from hf_dp.per_example.sharding import local, total_norm
+from hf_dp.planning.proposal import propose
 from hf_dp.step.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 # 13 (full fine-tuning with 10^8 parameters in batches of 512); Trainer's own batch of 8 gives 25 with LoRA and 200 to
 # 400 without.
 _HOPELESS = 20.0
+# A batch that is proposed has so much of that noise at most.
+_LESS = 0.7
 # Optimizers square gradients in float32.
 _LARGEST, _SMALLEST = math.sqrt(torch.finfo(torch.float32).max), math.sqrt(torch.finfo(torch.float32).tiny)
 # No element of the noise is this many standard deviations out.
@@ -87,7 +90,7 @@ class Magnitudes:
             logger,
             "The noise drowns the gradient: in each step it has a norm of about %.3g, and the mean of the clipped "
             "gradients one of at most about %.3g. Larger batches, more data or fewer trained parameters (LoRA) have "
-            "less of it; hf-dp plan proposes a batch of %s",
+            "less of it%s",
             *(noise, signal, _asked(plan)),
         )
 
@@ -133,12 +136,20 @@ def _warn_of_float16(trained: Sequence[nn.Parameter]) -> None:
 
 
 def _asked(plan: Plan) -> str:
-    """Which compute, and the command for this promise, where its numbers are all that it needs."""
+    """What to ask for a larger batch, where one has steps with less noise for the same promise and compute."""
     config = plan.config
     if config.unit is not None or config.after or config.hides_n or config.target_epsilon is None:
-        return "the same compute."
+        return ", and hf-dp plan says which batch has the least for the same compute."
     n = round(plan.sampler.public_size)
-    epochs = plan.steps * plan.sampler.expected_batch_size / n
-    compute = "the same compute" if epochs >= 1 else "one epoch's compute"
-    numbers = f"--epochs {max(1.0, epochs):.3g} --epsilon {config.target_epsilon:g} --delta {plan.delta:g}"
-    return f"{compute}: hf-dp plan --n {n} {numbers}"
+    epochs = max(1.0, plan.steps * plan.sampler.expected_batch_size / n)
+    try:
+        proposed = propose(
+            dataset_size=n, examples=epochs * n, target_epsilon=config.target_epsilon, target_delta=plan.delta
+        )
+    except ConfigurationError:
+        return "."
+    least = proposed.noise_of_a_step(plan.clipping.sensitivity)
+    if least > _LESS * plan.noise_standard_deviation / plan.sampler.expected_batch_size:
+        return ". No batch has much less for this promise in as many epochs."
+    command = f"hf-dp plan --n {n} --epochs {epochs:.3g} --epsilon {config.target_epsilon:g} --delta {plan.delta:g}"
+    return f". {proposed.batch_size} at once, {proposed.steps} times, have less of it for the same promise: {command}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_stock_arguments_are_warned_of_and_large_batches_are_not(
     make(tmp_path, classifier(dim=96, hidden_dim=192), privacy, parts={"train_dataset": rows(160)}, **stock).train()
     (record,) = [record for record in caplog.records if WORDS in record.message]
     assert "at most about 1." in record.message
-    assert "of the same compute: hf-dp plan --n 160 --epochs 3 --epsilon 1" in record.message
+    assert "No batch has much less for this promise in as many epochs." in record.message
     caplog.clear()
     make(tmp_path).train()
     assert WORDS not in caplog.text
@@ -97,10 +98,10 @@ def test_stock_arguments_are_warned_of_and_large_batches_are_not(
 def test_the_plan_that_is_named_is_of_this_promise_or_of_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     budget = private(noise_multiplier=None, target_epsilon=0.5, target_delta=1e-5)
     make(tmp_path, privacy=budget, max_steps=1).train()
-    assert "a batch of one epoch's compute: hf-dp plan --n 48 --epochs 1 --epsilon 0.5 --delta 1e-05" in caplog.text
+    assert "No batch has much less for this promise in as many epochs." in caplog.text
     caplog.clear()
     make(tmp_path, privacy=private(noise_multiplier=50.0), max_steps=1).train()
-    assert caplog.text.rstrip().endswith("proposes a batch of the same compute.")
+    assert "hf-dp plan says which batch has the least for the same compute." in caplog.text
 
 
 def test_a_second_training_in_one_output_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +126,32 @@ def test_the_hint_at_a_larger_batch_does_not_tell_a_secret_n(caplog: pytest.LogC
     Magnitudes(Plan.make(config, sampler, 100, entropy), torch.nn.Linear(200, 200))
     (said,) = caplog.messages
     assert WORDS in said
-    assert said.endswith("proposes a batch of the same compute.")
+    assert said.endswith("hf-dp plan says which batch has the least for the same compute.")
     assert "450" not in said
+
+
+@pytest.mark.parametrize(("n", "batch", "epochs"), [(10_000, 8, 3), (2_000, 1, 0.5)])
+def test_the_plan_that_is_named_has_less_noise(
+    caplog: pytest.LogCaptureFixture, n: int, batch: int, epochs: float
+) -> None:
+    entropy, config = Entropy(None), PrivacyConfig(target_epsilon=8.0, target_delta=1e-5)
+    sampler = PoissonBatchSampler.of(n, batch, entropy)
+    plan = Plan.make(config, sampler, round(epochs * n / batch), entropy)
+    Magnitudes(plan, torch.nn.Linear(1000, 1000))
+    (said,) = caplog.messages
+    found = re.search(rf"\. (\d+) at once, (\d+) times, .*: hf-dp plan --n {n} --epochs {max(1, epochs):g} --eps", said)
+    assert found is not None
+    proposed, steps = map(int, found.groups())
+    assert proposed * steps <= max(1.0, epochs) * n
+    other = PoissonBatchSampler.of(n, proposed, entropy)
+    least = Plan.make(config, other, steps, entropy).noise_standard_deviation / proposed
+    assert least <= 0.7 * plan.noise_standard_deviation / batch
+
+
+def test_no_plan_is_named_for_fewer_rows_than_steps(caplog: pytest.LogCaptureFixture) -> None:
+    entropy, config = Entropy(None), PrivacyConfig(target_epsilon=8.0, target_delta=1e-2)
+    Magnitudes(Plan.make(config, PoissonBatchSampler.of(5, 1, entropy), 5, entropy), torch.nn.Linear(1000, 1000))
+    assert caplog.messages[-1].endswith("fewer trained parameters (LoRA) have less of it.")
 
 
 @pytest.mark.parametrize(
