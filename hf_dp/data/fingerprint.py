@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from hf_dp.data.first_seen import left_as_it_was
 from hf_dp.data.lengths import columns_of
-from hf_dp.errors import LedgerError
+from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.randomness import key_global_state, unchanged_global_state
 from hf_dp.units.rows import UnitRows
 
@@ -37,17 +37,20 @@ def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
 
     Raises:
         LedgerError: there is something in its place that cannot be read.
+        ConfigurationError: there is none, and none can be written.
     """
     path = Path(output_dir) / KEY_FILE
     if not path.exists():
         if not create:
             return None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Never half a key: a short one would be no secret. mkstemp's files are readable by their owner only.
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=KEY_FILE)
-        with os.fdopen(handle, "wb") as file:
-            file.write(secrets.token_bytes(_KEY_BYTES))
-        os.replace(temporary, path)
+        try:
+            _make_key(path)
+        except OSError as error:
+            raise ConfigurationError(
+                f"output_dir={str(output_dir)!r} cannot be written into ({error.strerror}).",
+                why="checkpoints go there, and the ledger in them: what was spent would be lost with the process.",
+                fix="give a directory that can be written into, on a disk with room.",
+            ) from error
     try:
         key = path.read_bytes()
     except OSError as error:
@@ -57,6 +60,15 @@ def fingerprint_key(output_dir: str | Path, create: bool) -> bytes | None:
             fix="put the key back, or use a new output_dir.",
         ) from error
     return key if len(key) == _KEY_BYTES else None
+
+
+def _make_key(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Never half a key: a short one would be no secret. mkstemp's files are readable by their owner only.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=KEY_FILE)
+    with os.fdopen(handle, "wb") as file:
+        file.write(secrets.token_bytes(_KEY_BYTES))
+    os.replace(temporary, path)
 
 
 def fingerprint(dataset: Any, key: bytes, unit: str | None = None) -> Fingerprint:

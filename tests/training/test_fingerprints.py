@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from datasets import Dataset
 
 from hf_dp.data.fingerprint import KEY_FILE, compare, fingerprint, fingerprint_key
-from hf_dp.errors import LedgerError
+from hf_dp.errors import ConfigurationError, LedgerError
 from tests.training.resuming.resumed import SAVED, STEPS, trainer
 from tests.training.workbench import rows
 
@@ -112,6 +115,18 @@ def test_columns_that_could_not_be_compared_are_said(tmp_path: Path, caplog: pyt
     assert caplog.text.count("1 of 3 columns of the data could not be compared") == 1, "the best one is not asked again"
     with pytest.raises(LedgerError, match="not the data"):
         trainer(tmp_path, opaque(seed=1), seed=7).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED}"))
+
+
+def test_a_directory_that_cannot_be_written_into_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path))
+
+    monkeypatch.setattr(tempfile, "mkstemp", make)
+    with pytest.raises(ConfigurationError, match=rf"output_dir='{tmp_path}' cannot be written into \(Read-only file"):
+        fingerprint_key(tmp_path, create=True)
+    assert fingerprint_key(tmp_path, create=False) is None
 
 
 def test_the_key_is_whole_secret_and_kept(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_label_smoothing_where_it_is_not_defined(tmp_path: Path) -> None:
 def test_no_steps(tmp_path: Path) -> None:
     config = PrivacyConfig(target_epsilon=8.0)
     refused(
-        tmp_path, ConfigurationError, "steps=0", at_once=False, privacy=config, max_steps=-1, num_train_epochs=0
+        tmp_path, ConfigurationError, "num_train_epochs=0", privacy=config, max_steps=-1, num_train_epochs=0
     )  # fmt: skip
 
 

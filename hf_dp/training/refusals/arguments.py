@@ -122,8 +122,9 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
     )
     for name, (limit, means) in _RATES.items():
         value = getattr(args, name)
+        is_nothing = name == "num_train_epochs" and args.max_steps == -1 and not value
         refuse(
-            not (is_number(value) and 0 <= value < limit),
+            is_nothing or not (is_number(value) and 0 <= value < limit),
             f"{name}={shown(value)}.",
             f"{means}, and the budget would be spent for it.",
             f"give a number of at least 0 and below {limit:g}." if limit < math.inf else "give a finite one above 0.",
