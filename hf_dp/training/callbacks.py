@@ -90,11 +90,16 @@ class PrivacyCallback(TrainerCallback, ExportableState):
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._show_spent()
 
-    def on_interruption(self) -> None:
-        """Of a training that ends by an exception: what it spent since the bar was written, perhaps in half a step."""
+    def on_interruption(self, error: BaseException) -> None:
+        """Of a training that ends by an exception: what it spent since the bar was written, perhaps in half a step; and
+        that what was paid for is not lost."""
         # Where a checkpoint is refused, the step is that of the checkpoint, and its ledger is not this training's.
-        if self.trainer is not None and self.trainer.ledger.steps:
+        if self.trainer is not None and (steps := self.trainer.ledger.steps):
             self._show_spent()
+            error.add_note(
+                f"Private steps that were made before this: {steps}. The model in memory has them, and "
+                "trainer.save_model(DIRECTORY) saves it with what they cost."
+            )
 
     def _show_spent(self) -> None:
         """On Trainer's bar, which rank 0 alone has. The words name their step: the bar goes on without them."""

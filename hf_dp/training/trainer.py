@@ -103,8 +103,8 @@ class DPTrainerMixin(
         with ranks.together(), alone_in(self._output_dir), older_objects_at_rest():
             try:
                 return super().train(*args, **kwargs)
-            except BaseException:
-                self._privacy_callback.on_interruption()
+            except BaseException as error:
+                self._privacy_callback.on_interruption(error)
                 raise
             finally:
                 if self._run is not None:

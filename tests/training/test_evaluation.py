@@ -18,8 +18,9 @@ from transformers import (
     Trainer,
 )
 
-from hf_dp import DPTrainer
+from hf_dp import DPTrainer, load_report
 from hf_dp.errors import ConfigurationError
+from hf_dp.hub import verify
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.training.workbench import (
     Clicks,
@@ -203,3 +204,25 @@ def test_generated_texts_are_evaluated_beside_a_loss_of_ones_own(tmp_path: Path)
     ordinary = Seq2SeqTrainer(**given).evaluate()
     assert found["eval_width"] == ordinary["eval_width"] > 0
     assert found["eval_loss"] == pytest.approx(2 * ordinary["eval_loss"], rel=1e-5)
+
+
+def test_steps_before_an_evaluation_that_fails_are_not_lost(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def compute_metrics(predictions: Any) -> dict[str, float]:
+        asked.append(len(predictions.label_ids))
+        if len(asked) > 1:  # the first is that before the first step
+            raise ValueError("of too many rows")
+        return {"rows": 1.0}
+
+    trainer = make(tmp_path, parts={"eval_dataset": OTHERS, "compute_metrics": compute_metrics}, **EACH)
+    with pytest.raises(ValueError, match="of too many rows") as caught:
+        trainer.train()
+    assert caught.value.__notes__ == [
+        "Private steps that were made before this: 1. The model in memory has them, and trainer.save_model(DIRECTORY) "
+        "saves it with what they cost."
+    ]
+    trainer.save_model(str(tmp_path / "saved"))
+    found = verify(tmp_path / "saved")
+    assert found.consistent
+    assert load_report(tmp_path / "saved").steps == 1
