@@ -63,6 +63,11 @@ _LLAMA_135M = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
 }  # fmt: skip
+# As many operations as of one with 1.2 billion parameters, and nothing to compute in any of them.
+_HOST = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 16, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 class Cases(dict[str, Case]):
@@ -80,6 +85,8 @@ CASES = Cases(
         "tied short": Case("gpt2", 64, 32, _gpt2(16384, 512, 4)),
         "llama lora": Case("llama", 8, 256, _LLAMA, lora=True),
         "llama 135M lora": Case("llama", 8, 64, _LLAMA_135M, lora=True),
+        "host": Case("llama", 8, 6, _HOST),
+        "host lora": Case("llama", 8, 6, _HOST, lora=True),
         "bert": Case("bert", 8, 128, _BERT),
         "llama, 8 layers": Case("llama", 4, 256, _DEEP),
         "llama, checkpointing": Case("llama", 4, 256, _DEEP, checkpointing=True),

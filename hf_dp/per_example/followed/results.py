@@ -15,6 +15,7 @@ from hf_dp.per_example.followed.picking import MAKING
 from hf_dp.per_example.followed.routes import Routes
 from hf_dp.per_example.watched import WatchedParameter, tensors_in
 
+Enter = Callable[[Tensor], Tensor | None]
 _VIEWS = ("view", "reshape", "flatten")
 _REPEATING = ("repeat_interleave", "repeat")
 
@@ -37,7 +38,7 @@ class Results:
         kwargs: dict[str, Any],
         output: Any,
         known: Known,
-        enter: Callable[[Tensor], Tensor | None] | None = None,
+        enter: Enter | None = None,
         is_blank: bool = True,
         entered: Tensor | None = None,
     ) -> Tensor | list[Tensor] | None:
@@ -70,7 +71,7 @@ class Results:
         kwargs: dict[str, Any],
         output: Any,
         known: Known,
-        enter: Callable[[Tensor], Tensor | None] | None,
+        enter: Enter | None,
         is_blank: bool,
         entered: Tensor | None,
     ) -> Tensor | list[Tensor] | None:
@@ -96,6 +97,8 @@ class Results:
             before = enter(source)
             if before is not None and not before.dim():  # whatever of it is picked
                 return before
+        if before is None and pick is not None and not self._is_data(source):
+            return self._looked_up(pick, tensors_in(args[1:], kwargs), known, enter)
         if before is not None and len(before) != len(source) and name not in _VIEWS:  # (1, n, ...)
             return None
         if before is None and is_elementwise(name):
@@ -117,16 +120,25 @@ class Results:
             return self._pieces(before, args, output)
         if name in _VIEWS and isinstance(output, Tensor) and output.dim():
             return self._viewed(before, len(output))
-        made, others = tensors_in(output), [a for a in tensors_in(args, kwargs) if known.get(id(a)) is not None]
+        made, given = tensors_in(output), tensors_in(args, kwargs)
+        others = [a for a in given if known.get(id(a)) is not None]
         if not works_by_rows(name, args, kwargs) or not all(one.shape[:1] == before.shape for one in made):
             return None
         # What has fewer axes is not laid beside the first one.
         is_aligned = not keeps_axes(name) or len({a.dim() for a in (*made, *others)}) < 2
-        if name == "where" and any(
-            self._may_lie_otherwise(a, before) for a in tensors_in(args, kwargs) if known.get(id(a)) is None
-        ):
+        if any(self._may_lie_otherwise(a, before, name, enter) for a in given if known.get(id(a)) is None):
             return None
         return before if is_aligned and all(are_same(before, known[id(a)]) for a in others) else None
+
+    def _looked_up(self, pick: picks.Pick, index: list[Tensor], known: Known, enter: Enter | None) -> Tensor | None:
+        """Of rows of what has no data: those of the numbers, or of the mask, that picked them."""
+        if len(index) != 1 or index[0].dim() != 1:
+            return None
+        owners = known.get(id(index[0]))
+        if pick.are_numbers:
+            return owners
+        owners = of_rows(enter(index[0]) if owners is None and enter is not None else owners, index[0])
+        return None if owners is None else owners[pick.rows]
 
     def _pieces(self, before: Tensor, args: tuple[Any, ...], output: Any) -> list[Tensor]:
         """Of rows in pieces; where each example's number of them says how many one is, also of those with none."""
@@ -212,8 +224,11 @@ class Results:
         sizes = times if isinstance(times, (tuple, list)) else args
         return before.repeat(sizes[0]) if sizes and isinstance(sizes[0], int) else None
 
-    @staticmethod
-    def _may_lie_otherwise(other: Tensor, before: Tensor) -> bool:
-        """Whether these may be rows of other examples than those beside them, from which an operation may choose."""
-        is_data = other.requires_grad and not isinstance(other, (nn.Parameter, WatchedParameter))
-        return is_data and other.shape[:1] == before.shape and len(before) > 1
+    def _may_lie_otherwise(self, other: Tensor, before: Tensor, name: str, enter: Enter | None) -> bool:
+        """Whether these may be rows of other examples than those beside them, with which an operation mixes them."""
+        if isinstance(other, (nn.Parameter, WatchedParameter)) or other.shape[:1] != before.shape or len(before) < 2:
+            return False
+        if enter is None:  # in experts
+            return name == "where" and other.requires_grad
+        own = of_rows(enter(other), other) if self._is_data(other) else before
+        return not are_same(before, own)

@@ -127,9 +127,15 @@ class FollowedRows:
     def _is_data(self, tensor: Tensor) -> bool:
         return tensor.requires_grad if self._picked is None else self._picked.is_data(tensor)
 
-    def _back_in_order(self, given: Tensor) -> None:
-        """Takes note that rows which were picked are in order again, as they must be in each step."""
-        if self._picked is not None and self._picked.follows_index(given):
+    def _back_in_order(self, given: Tensor, parts: list[Tensor]) -> None:
+        """Takes note that rows which were picked are in order again, as they must be in each step.
+
+        Args:
+            given: the rows.
+            parts: what they were computed from, of what it is known whose it is.
+        """
+        # Beside what nobody picked, whatever else was is read without it.
+        if self._picked is not None and any(map(self._picked.follows_index, parts)):
             self._picked.forget(given)
             self.follow()
 
