@@ -28,7 +28,7 @@ class Following(TorchFunctionMode):
     Args:
         routes: what is known of rows.
         enter: as `Routes.followed` has it; inside experts, which were given theirs, None.
-        restored: gets what lies in order again, and what of that was known before.
+        restored: gets what lies in order again, and what was known of what it was computed from; whether it counts.
         takes_each: whether what was picked is one of each example anyway.
         is_data: whether anything of the batch is in a tensor.
         unknown: gets rows that may not, or do not, lie in order, and what was laid below one another there.
@@ -38,7 +38,7 @@ class Following(TorchFunctionMode):
         self,
         routes: Routes,
         enter: Enter | None = None,
-        restored: Callable[[Tensor, list[Tensor]], None] = lambda tensor, parts: None,
+        restored: Callable[[Tensor, list[Tensor]], bool] = lambda tensor, parts: True,
         takes_each: Callable[[Tensor], bool] = lambda tensor: False,
         is_data: Callable[[Tensor], bool] = lambda tensor: tensor.requires_grad,
         unknown: Callable[[Tensor, list[Tensor]], None] = lambda tensor, parts: None,
@@ -85,7 +85,8 @@ class Following(TorchFunctionMode):
             for one in (*made, *changed):
                 self._routes.note(one, owners)
                 if owners is not None and self._routes.is_restored(one):
-                    self._restored(one, [a for a, _ in given if known.get(id(a)) is not None])
+                    if not self._restored(one, [a for a, _ in given if known.get(id(a)) is not None]):
+                        self._routes.note(one, None)
                 elif owners is not None and not self._routes.are_one_of_each(owners):
                     self._unknown(one, [one])
         return output

@@ -127,17 +127,21 @@ class FollowedRows:
     def _is_data(self, tensor: Tensor) -> bool:
         return tensor.requires_grad if self._picked is None else self._picked.is_data(tensor)
 
-    def _back_in_order(self, given: Tensor, parts: list[Tensor]) -> None:
-        """Takes note that rows which were picked are in order again, as they must be in each step.
+    def _back_in_order(self, given: Tensor, parts: list[Tensor]) -> bool:
+        """Takes note that rows which were picked are in order again, as they must be in each step; not of those of
+        which only what nobody picked says so.
 
         Args:
             given: the rows.
             parts: what they were computed from, of what it is known whose it is.
         """
-        # Beside what nobody picked, whatever else was is read without it.
-        if self._picked is not None and any(map(self._picked.follows_index, parts)):
-            self._picked.forget(given)
-            self.follow()
+        if self._picked is None or not self._picked.follows_index(given):
+            return True
+        if not any(map(self._picked.follows_index, parts)):
+            return False
+        self._picked.forget(given)
+        self.follow()
+        return True
 
     def _unknown(self, given: Tensor, parts: list[Tensor]) -> None:
         """Takes note that as many rows as examples need not be one of each."""
