@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.kinds import kind_of
+from hf_dp.data.lacking_rows import follows_from_others
 from hf_dp.data.seeding_collator import seeds_between_rows
 from hf_dp.data.strange_rows import LABELS, strange_rows
 from hf_dp.errors import ConfigurationError
@@ -57,6 +58,10 @@ def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any]
                 with unchanged_global_state():
                     collate.collated(copy.deepcopy(rows))
     draws, seeded = False, dict[int, Any]()
+
+    def as_it_comes(rows: list[Any]) -> Collated:
+        seed_global_state(0)
+        return {name: value for name, value in collate.collated(rows).items() if isinstance(value, Tensor)}
 
     def collated(pair: tuple[Any, Any], arrangement: tuple[int, ...], state: int) -> Collated:
         nonlocal draws
@@ -122,6 +127,10 @@ def check_collator(collate: LogicalBatchCollator | Prepared, examples: list[Any]
         if not all(_row(batch, 0, alike=usual) for batch in others):
             raise _mixes(collate)
     _refuse_told_by_others(collate, examples, lambda pair: collated(pair, _BESIDE, 0), draws=draws)
+    if len(examples) > 1:
+        tried = [*examples, *extreme, *strange_rows(examples[0])]
+        if any(follows_from_others(row, examples, as_it_comes, draws=draws) for row in tried):
+            raise _mixes(collate)
     for pair in pairs if draws else ():
         alone, beside = (collated(pair, arrangement, 0) for arrangement in (_ALONE, _BESIDE))
         if _shapes(alone) == _shapes(beside):
@@ -163,10 +172,10 @@ def _mixes(collate: LogicalBatchCollator | Prepared) -> ConfigurationError:
     return _refusal(
         collate,
         "gives an example another row when other examples are beside it",
-        "where rows are mixed (Mixup, CutMix, statistics of the batch), clipping a row does not bound what one "
-        "example adds.",
-        "augment each example by itself, in the dataset's transform (set_transform), say; and draw for one row "
-        "after the other.",
+        "where rows are mixed (Mixup, CutMix, statistics of the batch, or what a row lacks filled with them), clipping "
+        "a row does not bound what one example adds.",
+        "augment each example by itself, in the dataset's transform (set_transform), say, and fill what it lacks with "
+        "a constant; draw for one row after the other.",
     )
 
 

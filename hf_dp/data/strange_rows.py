@@ -18,13 +18,13 @@ def _unchanged(number: Any) -> Any:
     return number
 
 
-# Of floats, and of whole numbers, of which those below 0 (no label) stay. As arithmetic, which arrays know too.
+# Of floats, and of whole numbers, which are no label below 0, where they stay. As arithmetic, which arrays know too.
 _CHANGES: tuple[tuple[Callable[[Any], Any], Callable[[Any], Any]], ...] = (
     (lambda x: x * 1000 + 1, lambda n: n + (n >= 0)),
     (lambda x: -(x * 1000 + 1), lambda n: n * (n < 0)),
     (lambda x: x - x + 1, lambda n: n * (n < 0) + (n >= 0)),
-    (lambda x: x - x, lambda n: n),
-    (lambda x: x * math.nan, lambda n: n),
+    (lambda x: x - x, lambda n: n * (n < 0) + -1 * (n >= 0)),
+    (lambda x: x * math.nan, lambda n: n * (n < 0) + -100 * (n >= 0)),
     (lambda x: x - x + math.inf, lambda n: n),
 )
 

@@ -1,7 +1,8 @@
 """Does what one example holds change the gradients of others? Asked with rows that no data need hold.
 
 What a model, a loss or a tensor's hook decides for a whole micro-batch may follow from content that few rows have (a
-positive label, a number beyond a bound, NaN), which rows that are looked at need not show.
+positive label, a number beyond a bound, NaN), which rows that are looked at need not show. Nor need they lack what such
+a row is given of others (their mean in place of NaN).
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _OTHERS = 2
 _CLASSES = 16
 # So many strangers are recorded at once, with two copies of a row: rows may be long.
 _AT_ONCE = 6
+_NO_LABEL = -100
+_ZEROS, _NAN, _TRUE, _FALSE, _UNLABELLED = "zeros", "NaN", "True", "False", "no label"
+_LACKING = {_ZEROS, _NAN, _TRUE, _FALSE, _UNLABELLED}
 
 
 class _Stranger(NamedTuple):
@@ -46,11 +50,13 @@ class _Stranger(NamedTuple):
         what: is in it, in words.
         apart: with which others it may stand in one batch: a maximum with NaN says nothing of what is far.
         row: (1, ...) each.
+        lacks: whether this is how a row says that it has nothing there, and is to be what it is beside others too.
     """
 
     what: str
     apart: str
     row: dict[str, Any]
+    lacks: bool
 
 
 def check_strangers(
@@ -62,11 +68,12 @@ def check_strangers(
     rules: Mapping[Any, Rule] = RULES,
     tables: Collection[str] = (),
 ) -> None:
-    """Checks that an example's gradient and loss stay what they are, whatever is beside it.
+    """Checks that an example's gradient and loss stay what they are, whatever is beside it, or it lacks.
 
     Of each column what is beside it holds in turn numbers far from its own, zeros, ones, NaN and infinities, or other
     whole numbers: those of the other rows, and on a CPU, where an index out of range is told at once, also 0, 1 and the
-    next after the largest, or of few classes each (not of shards). With what cannot be computed nothing is checked. In
+    next after the largest, or of few classes each, and no label (not of shards). Those with zeros, NaN, a flag or no
+    label must themselves be what they are alone. With what cannot be computed nothing is checked. In
     float32 (before a refusal, in float64 as well) with dropout off, in the mode that the model is in; a model that
     draws other random numbers, in eval mode, where all examples have the same ones.
 
@@ -110,6 +117,12 @@ def check_strangers(
                     for i in (0, len(beside) + 1)
                 )
 
+        def follows(one: _Stranger) -> bool:
+            """Whether it is another beside others than alone."""
+            own, together = gradients(one.row), gradients(_beside(batch, one))
+            with beneath_modes():
+                return not moved_by(model, together, batch_size(batch), own, tables, norms) <= tolerance
+
         for beside in _parts(strangers):
             if (found := _computed(functools.partial(moved, beside))) is False:
                 continue
@@ -123,6 +136,13 @@ def check_strangers(
                     raise _moves(one.what)
             if found:
                 raise _moves(" and ".join((beside[0].what, "others")))
+        for one in filter(lambda one: one.lacks, strangers):
+            found = _computed(functools.partial(follows, one))
+            if dtype == torch.float64 and found is None and [one.what] == blamed:
+                raise ArithmeticError
+            if found:
+                blamed[:] = [one.what]
+                raise _follows(one.what)
 
     def refuse_in(dtype: torch.dtype) -> None:
         def refuse(sparing: bool) -> None:
@@ -161,20 +181,22 @@ def _strangers(batch: Batch, i: int, guesses: bool) -> Iterator[_Stranger]:
     row = take(batch, [i])
     for name, values in batch.items():
         if isinstance(values, Tensor):
-            for what, apart, strange in _strange(values, values[i : i + 1], guesses):
-                yield _Stranger(f"{what} in {name!r}", apart, {**row, name: strange})
+            is_label = "label" in name.lower() and values.ndim == 1
+            for what, apart, strange in _strange(values, values[i : i + 1], guesses, is_label):
+                lacks = what in _LACKING
+                yield _Stranger(f"{what} in {name!r}", apart, {**row, name: strange}, lacks)
 
 
-def _strange(values: Tensor, own: Tensor, guesses: bool) -> Iterator[tuple[str, str, Tensor]]:
+def _strange(values: Tensor, own: Tensor, guesses: bool, is_label: bool) -> Iterator[tuple[str, str, Tensor]]:
     """What a row of `values` (B, ...) may hold in place of its `own` (1, ...)."""
     if values.is_floating_point():
         far = own * _FAR + 1
         yield from (("large numbers", "", far), ("large negative numbers", "", -far))
-        yield from (("ones", "", torch.ones_like(own)), ("zeros", "", torch.zeros_like(own)))
-        yield "NaN", "NaN", torch.full_like(own, torch.nan)
+        yield from (("ones", "", torch.ones_like(own)), (_ZEROS, "", torch.zeros_like(own)))
+        yield _NAN, _NAN, torch.full_like(own, torch.nan)
         yield "infinities", "infinities", torch.full_like(own, torch.inf)
     elif values.dtype == torch.bool:
-        yield from (("True", "", torch.ones_like(own)), ("False", "", torch.zeros_like(own)))
+        yield from ((_TRUE, "", torch.ones_like(own)), (_FALSE, "", torch.zeros_like(own)))
     elif not values.is_complex():
         others = [row for row in values.split(1) if not torch.equal(row, own)]
         yield from (("the numbers of another row", "", other) for other in others[:_OTHERS])
@@ -189,6 +211,8 @@ def _strange(values: Tensor, own: Tensor, guesses: bool) -> Iterator[tuple[str, 
                     "" if number in {0, 1, *range(most + 1)} else "next",
                     own.masked_fill(own.ge(0), number),
                 )
+            if is_label:
+                yield _UNLABELLED, _UNLABELLED, own.masked_fill(own.ge(0), _NO_LABEL)
 
 
 def _together(first: Batch, beside: list[_Stranger]) -> Batch:
@@ -197,6 +221,13 @@ def _together(first: Batch, beside: list[_Stranger]) -> Batch:
     return {
         name: torch.cat([row[name] for row in rows]) if isinstance(value, Tensor) else value
         for name, value in first.items()
+    }
+
+
+def _beside(batch: Batch, one: _Stranger) -> Batch:
+    """All rows of a batch, and a further one."""
+    return {
+        name: torch.cat([value, one.row[name]]) if isinstance(value, Tensor) else value for name, value in batch.items()
     }
 
 
@@ -216,4 +247,14 @@ def _moves(what: str) -> PreflightError:
         why="something is decided for the whole micro-batch by what one example holds (weights of classes counted "
         "there, a scale by its largest number, a skip where one is not finite), beyond what clipping bounds.",
         fix="decide it for each example by itself, or by a constant: of public data, or of a private release.",
+    )
+
+
+def _follows(what: str) -> PreflightError:
+    return PreflightError(
+        f"the gradient of an example with {what} is another where other examples are beside it.",
+        why="what it lacks is taken from its micro-batch (a mean, the most frequent value), so that each of the others "
+        "changes what it adds, beyond what clipping bounds.",
+        fix="fill it with a constant: of public data, or of a private release; or leave such examples out by a public "
+        "rule.",
     )

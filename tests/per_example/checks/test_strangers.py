@@ -110,6 +110,49 @@ def test_failure_73_of_few_classes_each_may_be_the_one_that_decides() -> None:
         )
 
 
+def filled_with_means(model: nn.Module, inputs: Any) -> Tensor:
+    x = inputs["x"]
+    return plain(model, {**inputs, "x": torch.where(x.isnan(), x.nanmean(0).nan_to_num(0), x)})
+
+
+def filled_where_there_is_nothing(model: nn.Module, inputs: Any) -> Tensor:
+    x = inputs["x"]
+    return plain(model, {**inputs, "x": torch.where(x.any(1, keepdim=True), x, x.mean(0))})
+
+
+def filled_where_a_flag_says_so(model: nn.Module, inputs: Any) -> Tensor:
+    x = inputs["x"]
+    return plain(model, {**inputs, "x": torch.where(inputs["flag"][:, None], x.mean(0), x)})
+
+
+def labelled_as_most_are(model: nn.Module, inputs: Any) -> Tensor:
+    labels = inputs["labels"]
+    most = labels[labels >= 0].mode().values if (labels >= 0).any() else labels.new_zeros(())
+    return plain(model, {**inputs, "labels": torch.where(labels < 0, most, labels)})
+
+
+@pytest.mark.parametrize(
+    ("losses", "named"),
+    [
+        (filled_with_means, "NaN in 'x'"),
+        (filled_where_there_is_nothing, "zeros in 'x'"),
+        (filled_where_a_flag_says_so, "True in 'flag'"),
+        (labelled_as_most_are, "no label in 'labels'"),
+    ],
+)
+def test_failure_117_what_an_example_lacks_is_taken_from_others(losses: Losses, named: str) -> None:
+    with pytest.raises(PreflightError, match=f"the gradient of an example with {named} is another where other"):
+        held(model(), losses, {**batch(), "labels": torch.tensor([0, 1, 1])})
+
+
+def test_failure_118_losses_are_divided_by_how_many_of_the_batch_have_a_label() -> None:
+    def among_the_labelled(model: nn.Module, inputs: Any) -> Tensor:
+        return plain(model, inputs) * len(inputs["labels"]) / inputs["labels"].ge(0).sum().clamp(min=1)
+
+    with pytest.raises(PreflightError, match="is another with no label in 'labels' in another example"):
+        held(model(), among_the_labelled, batch())
+
+
 def test_what_each_example_decides_by_itself_is_not_refused() -> None:
     def own(model: nn.Module, inputs: Any) -> Tensor:
         x = inputs["x"]
