@@ -20,7 +20,11 @@ from hf_dp.step.plan import Plan
 from hf_dp.training.behind.usual import Usual
 from hf_dp.training.described import described_arguments, described_values
 from hf_dp.training.planned import check_ranks, planned, rows_and_units
-from hf_dp.training.refusals import refuse_changed_arguments, refuse_choices_by_training_data
+from hf_dp.training.refusals import (
+    refuse_changed_arguments,
+    refuse_choices_by_training_data,
+    refuse_told_of_training_data,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -78,6 +82,7 @@ class DataMixin(_Base):
         """Of the next training, whose number of steps Trainer reads off the loader."""
         refuse_changed_arguments(self.args, self.privacy)
         refuse_choices_by_training_data(self)
+        refuse_told_of_training_data(self)
         collate = self._behind.collator(self.data_collator)
         dataset, units = rows_and_units(self._dataset, self.privacy)
         if isinstance(dataset, Dataset):

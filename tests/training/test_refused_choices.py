@@ -1,4 +1,4 @@
-"""Weights, steps and rates are not chosen by evaluations of the training data; of other data they may be."""
+"""Weights, steps and rates are not chosen by evaluations of the training data, nor told where logs are withheld."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from transformers import EarlyStoppingCallback
 
 from hf_dp.errors import ConfigurationError
-from hf_dp.training.refusals.choices import refuse_choices_by_training_data
+from hf_dp.training.refusals.choices import refuse_choices_by_training_data, refuse_told_of_training_data
 from tests.training.refusing import refused
 from tests.training.workbench import classifier, make, private, rows
 
@@ -93,6 +93,31 @@ def test_failure_48_the_training_data_without_the_column_of_units(tmp_path: Path
     parts = {"train_dataset": train, "eval_dataset": rows()}
     privacy = private(unit="user", max_examples_per_unit=2)
     refused(tmp_path, ConfigurationError, "load_best_model", at_once=False, privacy=privacy, parts=parts, **BEST)
+
+
+@pytest.mark.parametrize(
+    ("data", "values"),
+    [
+        (lambda train: train, EACH),
+        (lambda train: train[:10], {"eval_on_start": True, "eval_strategy": "epoch"}),
+        (lambda train: {"some": OTHERS, "all": train[40:30:-1]}, EACH),
+    ],
+)
+def test_failure_119_evaluations_of_the_training_data_tell_what_logs_withhold(
+    tmp_path: Path, data: Any, values: Any
+) -> None:
+    train = rows()
+    parts = {"train_dataset": train, "eval_dataset": data(train)}
+    privacy = private(withhold_non_private_logs=True)
+    words = "withhold_non_private_logs=True with evaluations of the training data"
+    refused(tmp_path, ConfigurationError, words, at_once=False, privacy=privacy, parts=parts, **values)
+
+
+def test_who_withholds_logs_may_evaluate_others_and_nothing(tmp_path: Path) -> None:
+    train, privacy = rows(), private(withhold_non_private_logs=True)
+    for number, (data, values) in enumerate([(OTHERS, EACH), (train, {})]):
+        parts = {"train_dataset": train, "eval_dataset": data}
+        refuse_told_of_training_data(make(tmp_path / str(number), privacy=privacy, parts=parts, **values))
 
 
 @pytest.mark.usefixtures("checked_once")

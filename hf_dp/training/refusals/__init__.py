@@ -2,7 +2,7 @@
 
 from hf_dp.training.refusals.adapters import refuse_clashing_names
 from hf_dp.training.refusals.arguments import private_arguments, refuse_changed_arguments
-from hf_dp.training.refusals.choices import refuse_choices_by_training_data
+from hf_dp.training.refusals.choices import refuse_choices_by_training_data, refuse_told_of_training_data
 from hf_dp.training.refusals.dataset import refuse_dataset
 from hf_dp.training.refusals.optimizer import refuse_optimizer
 from hf_dp.training.refusals.overrides import refuse_overrides
@@ -23,6 +23,7 @@ __all__ = [
     "refuse_own_optimizer",
     "refuse_own_settings",
     "refuse_parallel_model",
+    "refuse_told_of_training_data",
     "surroundings",
     "unwrapped",
 ]

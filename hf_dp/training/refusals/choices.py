@@ -1,4 +1,4 @@
-"""What a training chooses by its evaluations: not by those of the data that it trains on."""
+"""What a training chooses, or tells, by its evaluations: not by those of the data that it trains on."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def refuse_choices_by_training_data(trainer: Any) -> None:
     found = list(_choices(trainer))
     if not found:
         return
-    data, metric = trainer.eval_dataset, str(trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
-    for name, each in data.items() if isinstance(data, Mapping) else [("", data)]:
+    metric = str(trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
+    for name, each in _evaluated(trainer):
         if metric.startswith(f"{name}_" if name else "") and _is_same(each, trainer.train_dataset):
             raise ConfigurationError(
                 f"{' and '.join(found)} with evaluations of the training data.",
@@ -36,6 +36,32 @@ def refuse_choices_by_training_data(trainer: Any) -> None:
                 "would not say so.",
                 fix="pass an eval_dataset of other rows, whose owners agreed; or leave these out.",
             )
+
+
+def refuse_told_of_training_data(trainer: Any) -> None:
+    """Refuses a Trainer that withholds its losses and evaluates its training data, which is told as above.
+
+    Raises:
+        ConfigurationError: it would be evaluated in training.
+    """
+    args = trainer.args
+    evaluates = args.eval_on_start or str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+    if not (trainer.privacy.withhold_non_private_logs and evaluates):
+        return
+    if any(_is_same(each, trainer.train_dataset) for _, each in _evaluated(trainer)):
+        raise ConfigurationError(
+            "withhold_non_private_logs=True with evaluations of the training data.",
+            why="its loss and metrics are exact functions of private data, and would stand in logs and checkpoints, of "
+            "which report and card say that they hold none.",
+            fix="pass an eval_dataset of other rows, whose owners agreed, or leave eval_strategy out; or, if logs and "
+            "checkpoints are kept to yourself, leave withhold_non_private_logs out.",
+        )
+
+
+def _evaluated(trainer: Any) -> list[tuple[str, Any]]:
+    """What is evaluated, by its name in front of its metrics, if it has one."""
+    data = trainer.eval_dataset
+    return list(data.items()) if isinstance(data, Mapping) else [("", data)]
 
 
 def _choices(trainer: Any) -> Iterator[str]:
