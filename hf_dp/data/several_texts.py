@@ -48,8 +48,8 @@ def warn_of_several(batch: Mapping[str, Any], *, are_even: bool) -> None:
         )
 
 
-def warn_of_pieces(dataset: Any) -> None:
-    """Says whom a promise to rows is made to, where a tokenizer has cut texts into several of them."""
+def warn_of_pieces(dataset: Any) -> bool:
+    """Says whom a promise to rows is made to, where a tokenizer has cut texts into several of them; whether it did."""
     if (told := pieces_by(dataset)) is not None:
         ranks.warn(
             logger,
@@ -60,6 +60,7 @@ def warn_of_pieces(dataset: Any) -> None:
             told,
             _TEXTS,
         )
+    return told is not None
 
 
 def pieces_by(dataset: Any) -> str | None:

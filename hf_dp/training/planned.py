@@ -21,6 +21,7 @@ from hf_dp.config.secret import check_given_size
 from hf_dp.config.units import drawn_are
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
+from hf_dp.data.overlapping_rows import warn_of_windows
 from hf_dp.data.repeated import warn_of_repeated
 from hf_dp.data.several_texts import warn_of_pieces
 from hf_dp.errors import ConfigurationError
@@ -123,7 +124,8 @@ def rows_and_units(dataset: Any, privacy: PrivacyConfig) -> tuple[Any, UnitRows 
     """The dataset as models may see it, and `units_of` it. Called once for each training: what its rows are is said."""
     if (units := units_of(dataset, privacy)) is not None:
         return without_column(dataset, str(privacy.unit)), units
-    warn_of_pieces(dataset)
+    if not warn_of_pieces(dataset):
+        warn_of_windows(dataset)
     return dataset, None
 
 
