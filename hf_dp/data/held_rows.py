@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_dp.data.lengths import columns_of
+from hf_dp.data.outlying_rows import outlying_rows
 from hf_dp.data.widths import Measure, Widths, by_width, outermost
 
 _IN_FOURS, _BETWEEN = 4, 2
@@ -17,17 +18,27 @@ _OF_EACH_COLUMN, _AT_MOST = 3, 8
 _AT_ONCE = 2
 
 
+def rare_rows(dataset: Any) -> list[Any]:
+    """Of a loader's dataset the rows with what stands out among broken numbers."""
+    return [dataset[i] for i in outlying_rows(dataset.dataset)[:_AT_MOST]]
+
+
 def hold(
-    uneven: Sequence[Any], others: Sequence[Any], measure: Measure, compare: Callable[[list[Any], int], list[float]]
+    uneven: Sequence[Any],
+    others: Sequence[Any],
+    measure: Measure,
+    compare: Callable[[list[Any], int], list[float]],
+    rare: Sequence[Any] = (),
 ) -> list[Any]:
-    """The narrowest and the widest rows are held against each other, those between against wider ones, and one against
-    rows with other labels.
+    """The narrowest and the widest rows are held against each other, those between against wider ones, one against rows
+    with other labels, and each of `rare` against these.
 
     Args:
         uneven: rows that are known to be narrow or wide; all may be held against others, and these first.
         others: more rows.
         measure: see `by_width`.
         compare: holds the first so many of some rows against all of them, and says how long the gradients of these are.
+        rare: rows of any widths.
 
     Returns:
         Of `uneven` the ends that add something; none where none does.
@@ -53,6 +64,8 @@ def hold(
     labelled = _rows_with_other_numbers(ends[0], by_width([*uneven, *others], measure)[0]) if ends else []
     for start in range(0, len(labelled), _AT_ONCE):
         compare([ends[0], *labelled[start : start + _AT_ONCE]], 1)
+    for row in rare:  # what it lacks may be taken from others
+        compare([row, *beside, *others[:_AT_ONCE]], 1)
     return ends
 
 

@@ -17,7 +17,7 @@ from hf_dp.data.collate import Prepared
 from hf_dp.data.extremes import extreme_rows
 from hf_dp.data.failing_rows import failures_refused, refuse_rows_that_fail
 from hf_dp.data.first_seen import check_order
-from hf_dp.data.held_rows import hold
+from hf_dp.data.held_rows import hold, rare_rows
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
@@ -249,7 +249,7 @@ class Engine:
                 refuse_rows_that_fail(dataset, extremes.rows, tried, lambda row: of_whole(self._batch([row])))
                 check_dataset(dataset.dataset)
                 with self._padding.put_aside():
-                    check_collator(self._collate, few, extreme)
+                    check_collator(self._collate, few, [*extreme, *(rare := rare_rows(dataset))])
                 memory.refuse(one, other, together)
                 uneven = [*uneven_rows(dataset, extremes, few), *self._met]
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
@@ -258,9 +258,9 @@ class Engine:
             if of_whole.drawn - of_short.drawn:  # Longer rows are moved by numbers that short ones do not draw.
                 short = self._batch([*few, outermost(uneven, collate.widths)[-1]])
             try:
-                ends = self._certify(short, uneven, others)
+                ends = self._certify(short, uneven, others, rare)
             except UnseenUseError:
-                ends = self._certify(self._batch(few), uneven, others)
+                ends = self._certify(self._batch(few), uneven, others, rare)
             if self._check_losses is not None:
                 self._check_losses(self.model, short, (self._batch([row]) for row in few))
         memory.ask_of(short)
@@ -271,8 +271,8 @@ class Engine:
         collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
         return reads
 
-    def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = ()) -> list[Any]:
-        """Of `uneven`, the ends that add something. `others` may be held against these as well."""
+    def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = (), rare: Any = ()) -> list[Any]:
+        """Of `uneven`, the ends that add something. `others` may be held against these as well; `rare` rows are."""
         collate: Any = self.loader.collate_fn
         known: dict[str, Any] = {"rules": self._rules, "tables": self.by_rows}
         certificate = preflight(self.model, self._loss, together, **known, switches=self._switches)
@@ -281,7 +281,7 @@ class Engine:
             check_strangers(self.model, self._loss, together, **known)
             if self.passes == 2:
                 check_two_passes(self.model, self._loss, together, **known)
-        ends = hold(uneven, others, collate.widths, functools.partial(self._check_padding, certificate))
+        ends = hold(uneven, others, collate.widths, functools.partial(self._check_padding, certificate), rare)
         if len(self._groups) > 1 and isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
             # What is refused of a backward pass in which groups are handed on.
             with unchanged_global_state(), unchanged_state(self.model):

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from hf_dp import PrivacyConfig, PrivateRun
 from hf_dp.data.collate import LogicalBatchCollator
 from hf_dp.data.lacking_rows import follows_from_others
 from hf_dp.data.mixing_collator import check_collator
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, PreflightError
 
 Rows = list[dict[str, Any]]
 
@@ -109,3 +111,56 @@ def test_what_cannot_be_collated_tells_nothing() -> None:
         return plain(rows)
 
     assert not follows_from_others({"x": [0.0] * 3, "labels": 7}, made(), strict, draws=False)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found
+
+
+def filled(x: Tensor) -> Tensor:
+    """What few rows write as -999 becomes the mean of the others."""
+    lacks = x == -999
+    return torch.where(lacks, torch.where(lacks, 0.0, x).sum(0) / (~lacks).sum(0).clamp(min=1), x)
+
+
+def filled_beforehand(rows: Rows) -> dict[str, Tensor]:
+    return {**(batch := plain(rows)), "x": filled(batch["x"])}
+
+
+def usual(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["labels"], reduction="none")
+
+
+def filled_in_the_loss(model: Any, batch: Any) -> Tensor:
+    return usual(model, {**batch, "x": filled(batch["x"])})
+
+
+def zeros_in_the_loss(model: Any, batch: Any) -> Tensor:
+    return usual(model, {**batch, "x": torch.where(batch["x"] == -999, 0.0, batch["x"])})
+
+
+def begun(collate: Any, loss: Any) -> PrivateRun:
+    generator = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(3, generator=generator), "labels": i % 2} for i in range(400)]
+    data[201]["x"][1] = -999.0  # type: ignore[index]
+    privacy = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-3)
+    model = Small()
+    run = PrivateRun(
+        model, data, privacy, collate, expected_batch_size=8, micro_batch_size=4, steps=1, loss=loss
+    )  # fmt: skip
+    run.begin(torch.optim.SGD(model.parameters(), lr=0.1))
+    return run
+
+
+def test_failure_117_what_one_row_writes_as_a_number_beyond_all_others() -> None:
+    with pytest.raises(ConfigurationError, match="another row when other examples are beside it"):
+        begun(filled_beforehand, usual)
+    with pytest.raises(PreflightError, match="an example's gradient follows from what is beside it"):
+        begun(plain, filled_in_the_loss)
+    assert begun(plain, zeros_in_the_loss).ledger.steps == 0
