@@ -41,6 +41,8 @@ _AT_ONCE = 6
 _NO_LABEL = -100
 _ZEROS, _NAN, _TRUE, _FALSE, _UNLABELLED = "zeros", "NaN", "True", "False", "no label"
 _LACKING = {_ZEROS, _NAN, _TRUE, _FALSE, _UNLABELLED}
+# Of whole numbers 0 is no more than a class or a token, and what masks of texts hide is asked for with their widths.
+_NOTHING, _OF_TEXTS = "0", ("input_ids", "attention_mask", "token_type_ids", "position_ids", "label")
 
 
 class _Stranger(NamedTuple):
@@ -72,10 +74,10 @@ def check_strangers(
 
     Of each column what is beside it holds in turn numbers far from its own, zeros, ones, NaN and infinities, or other
     whole numbers: those of the other rows, and on a CPU, where an index out of range is told at once, also 0, 1 and the
-    next after the largest, or of few classes each, and no label (not of shards). Those with zeros, NaN, a flag or no
-    label must themselves be what they are alone. With what cannot be computed nothing is checked. In
-    float32 (before a refusal, in float64 as well) with dropout off, in the mode that the model is in; a model that
-    draws other random numbers, in eval mode, where all examples have the same ones.
+    next after the largest, or of few classes each, and no label (not of shards). Those with zeros (of whole numbers
+    that are no text's, nor labels), NaN, a flag or no label must themselves be what they are alone. With what cannot be
+    computed nothing is checked. In float32 (before a refusal, in float64 as well) with dropout off, in the mode that
+    the model is in; a model that draws other random numbers, in eval mode, where all examples have the same ones.
 
     Args:
         batch: two examples or more, short ones.
@@ -183,7 +185,7 @@ def _strangers(batch: Batch, i: int, guesses: bool) -> Iterator[_Stranger]:
         if isinstance(values, Tensor):
             is_label = "label" in name.lower() and values.ndim == 1
             for what, apart, strange in _strange(values, values[i : i + 1], guesses, is_label):
-                lacks = what in _LACKING
+                lacks = what in _LACKING or (what == _NOTHING and not any(text in name for text in _OF_TEXTS))
                 yield _Stranger(f"{what} in {name!r}", apart, {**row, name: strange}, lacks)
 
 

@@ -125,10 +125,27 @@ def filled_where_a_flag_says_so(model: nn.Module, inputs: Any) -> Tensor:
     return plain(model, {**inputs, "x": torch.where(inputs["flag"][:, None], x.mean(0), x)})
 
 
+def filled_where_a_mask_is_0(model: nn.Module, inputs: Any) -> Tensor:
+    seen, x = inputs["seen"].bool(), inputs["x"]
+    mean = x.where(seen, 0.0).sum(0) / seen.sum(0).clamp(min=1)
+    return plain(model, {**inputs, "x": torch.where(seen, x, mean)})
+
+
+def filled_where_a_code_is_unknown(model: nn.Module, inputs: Any) -> Tensor:
+    x = inputs["x"]
+    return plain(model, {**inputs, "x": torch.where(inputs["code"].eq(0)[:, None], x.mean(0), x)})
+
+
 def labelled_as_most_are(model: nn.Module, inputs: Any) -> Tensor:
     labels = inputs["labels"]
     most = labels[labels >= 0].mode().values if (labels >= 0).any() else labels.new_zeros(())
     return plain(model, {**inputs, "labels": torch.where(labels < 0, most, labels)})
+
+
+def told() -> dict[str, Tensor]:
+    """Of which no row lacks anything."""
+    seen, code = torch.ones(3, 4, dtype=torch.int64), torch.tensor([1, 2, 1])
+    return {**batch(), "labels": torch.tensor([0, 1, 1]), "seen": seen, "code": code}
 
 
 @pytest.mark.parametrize(
@@ -138,11 +155,13 @@ def labelled_as_most_are(model: nn.Module, inputs: Any) -> Tensor:
         (filled_where_there_is_nothing, "zeros in 'x'"),
         (filled_where_a_flag_says_so, "True in 'flag'"),
         (labelled_as_most_are, "no label in 'labels'"),
+        (filled_where_a_mask_is_0, "0 in 'seen'"),
+        (filled_where_a_code_is_unknown, "0 in 'code'"),
     ],
 )
 def test_failure_117_what_an_example_lacks_is_taken_from_others(losses: Losses, named: str) -> None:
     with pytest.raises(PreflightError, match=f"the gradient of an example with {named} is another where other"):
-        held(model(), losses, {**batch(), "labels": torch.tensor([0, 1, 1])})
+        held(model(), losses, told())
 
 
 def test_failure_118_losses_are_divided_by_how_many_of_the_batch_have_a_label() -> None:
@@ -160,6 +179,16 @@ def test_what_each_example_decides_by_itself_is_not_refused() -> None:
         return plain(model, {**inputs, "x": x}) * inputs["flag"].float().add(1)
 
     held(model(), own, batch())
+
+
+def test_what_each_example_fills_by_itself_is_not_refused() -> None:
+    def own(model: nn.Module, inputs: Any) -> Tensor:
+        x, seen = inputs["x"].nan_to_num(0), inputs["seen"].bool()
+        x = torch.where(seen, x, x.mean(1, keepdim=True)) * inputs["code"].ne(0)[:, None]
+        labelled = inputs["labels"] >= 0
+        return plain(model, {**inputs, "x": x, "labels": inputs["labels"].clamp(min=0)}) * labelled
+
+    held(model(), own, told())
 
 
 @pytest.mark.slow
