@@ -6,19 +6,22 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.followed.axes import Axes, is_mask, is_plainly_folded
+from hf_dp.per_example.followed.axes import Axes, is_mask, is_plainly_folded, part_along
 from hf_dp.per_example.followed.operations import axis_of
-from hf_dp.per_example.followed.picking import MAKING, Operation
+from hf_dp.per_example.followed.picking import CHOOSING, MAKING, Operation
 from hf_dp.per_example.followed.picks import PIECES
 from hf_dp.per_example.watched import flatten, tensors_in
 
 # What gives one row, or several, after another of its first argument, along an axis that is given in this place.
 _APART = {"unbind": 1, "__iter__": 9, "vsplit": 9, **dict.fromkeys(PIECES, 2)}
-_WRITING = ("__setitem__", "copy_", "add_", "__iadd__")
-_CUTTING = {"__getitem__", "select", *_APART}
+_WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+_STACKING = ("stack", "pad_sequence")
+_PICKING = ("select", "narrow", "index_select")
+_CUTTING = {"__getitem__", *_PICKING, *_APART}
 _JOINING = ("cat", "concat", "concatenate", "vstack", "row_stack", "hstack", "column_stack", "stack", "pad_sequence")
 
 
@@ -63,8 +66,6 @@ class Alone:
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
         self._example: Any = WeakIdKeyDictionary()
-        # Of these what was put together row by row.
-        self._put_together: Any = WeakIdKeyDictionary()
         # Of what rows were written into: the only example whose these are, None if there are several; whether all came
         # to their own places; and whether there was nothing of the batch before.
         self._writes: Any = WeakIdKeyDictionary()
@@ -72,8 +73,8 @@ class Alone:
         self._in_order: Any = WeakIdKeyDictionary()
 
     def is_of_one(self, tensor: Tensor) -> bool:
-        """Whether as many rows as there are examples, or several times as many, were put together of one alone."""
-        return tensor in self._put_together and tensor in self._example and tensor.dim() > 0
+        """Whether as many rows as there are examples, or several times as many, are of one alone."""
+        return tensor in self._example and tensor.dim() > 0 and len(tensor) > 0 == len(tensor) % self._batch_size
 
     def is_in_order(self, tensor: Tensor) -> bool:
         """Whether a loop has put it together of as many rows of each example, in order, as far as it has come."""
@@ -82,16 +83,18 @@ class Alone:
     @staticmethod
     def writes(function: Any) -> bool:
         """Whether a torch function writes into its first argument, row by row maybe."""
-        return getattr(function, "__name__", "") in _WRITING
+        name = getattr(function, "__name__", "")
+        return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
     def of(self, tensor: Tensor) -> int | None:
         """The example that it follows from alone, if that is known."""
-        found: int | None = self._example.get(tensor)
+        only, _, was_new = self._writes.get(tensor, (None, False, False))
+        found: int | None = self._example.get(tensor, only if was_new else None)
         return found
 
     def is_alone(self, tensor: Tensor) -> bool:
         """Whether nothing of another example is in it, as far as anybody knows."""
-        return tensor in self._example
+        return self.of(tensor) is not None
 
     def follow(
         self, op: Operation, data: list[Tensor], axes: Axes, leads: Callable[[Tensor], bool], is_new: bool
@@ -106,76 +109,99 @@ class Alone:
             is_new: whether there was nothing of the batch in what it writes into.
         """
         source, size = op.source, self._batch_size
-        if size == 1 or op.name in MAKING:
+        # Only since it was written to there is something of the batch in what is new.
+        data = [one for one in data if not (is_new and one is source)]
+        if size == 1 or op.name in MAKING or not data:
             return []
-        owned, joined = self._written(op, is_new), self._joined(op)
-        found = {self._example.get(one) for one in data}
-        is_each = joined is not None and len(joined.owners) == size
+        if source is not None and self._may_cut(op, source, axes, leads):
+            self._cut(op, source, axes.of(source))
+            return []
+        owned, joined = self._written(op, data, is_new, axes), self._joined(op)
+        made = [one for one in tensors_in(op.output) if one.dtype != torch.bool]
+        # What is chosen of one example's is that example's, whatever it is chosen by.
+        is_chosen = op.name in CHOOSING and source is not None and source in self._example
+        found = {self.of(one) for one in (data[:1] if is_chosen and data[0] is source else data)}
         is_own = joined is not None and joined.are_in_order(size)
+        is_each = joined is not None and len(joined.owners) == size
+        # Of what lies side by side a view may be as many rows as examples.
+        is_own = is_own and (is_each or (joined is not None and not joined.axis))
         if len(found) == 1 and None not in found and not (is_each and is_own):
-            made, (example,) = tensors_in(op.output), found
-            self._example.update((one, example) for one in made)
-            if joined is not None or any(one in self._put_together for one in data):
-                self._put_together.update((one, None) for one in made)
+            self._example.update((one, *found) for one in tensors_in(op.output))
             return owned
-        for one in tensors_in(op.output, op.args[: op.is_in_place]):
-            if any(one is other for other in data):  # it was written to
-                self._example.pop(one, None)
-        if None in found:
-            is_cut = op.name in _CUTTING and source is not None and source.dim() > 0 and leads(source)
-            if source is not None and is_cut and (len(source) == size or is_plainly_folded(source, size)):
-                self._cut(op, source)
-            return owned
-        if joined is None:
-            return owned
+        written = [one for one in tensors_in(op.output, op.args[: op.is_in_place]) if any(one is a for a in data)]
+        made += [one for one in written if self._example.pop(one, None) is not None]
+        if found == {None}:
+            is_row = is_each and op.name in _STACKING and not all(map(axes.may_lead, data))
+            return [*owned, *(Owned(one, True, False) for one in made if is_row)]
+        if joined is None or None in found:  # nobody knows which of these rows are whose
+            return [*owned, *(Owned(one, True, False) for one in made)]
         if is_each and joined.axis and len(op.output) != size:
             axes.note(op.output, joined.axis)
-        elif joined.axis and (is_own or not is_each):  # with as many positions as examples, nobody knows which is which
+        elif joined.axis and is_own and is_each:  # with as many positions as examples, nobody knows which is which
             return owned
         if is_own:
             self._in_order[op.output] = None
-        return [*owned, Owned(op.output, is_each, is_own)] if is_each or len(joined.owners) % size == 0 else owned
+        return [*owned, Owned(op.output, is_each, is_own)]
 
-    def _written(self, op: Operation, is_new: bool) -> list[Owned]:
+    def _may_cut(self, op: Operation, source: Tensor, axes: Axes, leads: Callable[[Tensor], bool]) -> bool:
+        if op.name not in _CUTTING or source in self._example or not source.dim() or not leads(source):
+            return False
+        axis = axes.of(source)
+        return source.shape[axis] == self._batch_size or (not axis and is_plainly_folded(source, self._batch_size))
+
+    def _written(self, op: Operation, data: list[Tensor], is_new: bool, axes: Axes) -> list[Owned]:
         """What rows of several examples were written into, one after another."""
-        target, value = op.source, op.args[-1] if op.name in _WRITING and len(op.args) > 1 else None
-        if target is None or not isinstance(value, Tensor) or value not in self._example:
+        target, value = op.source, op.args[-1] if self.writes(op.func) and len(op.args) > 1 else None
+        if target is None or not isinstance(value, Tensor):
             return []
-        example, owned = self._example[value], []
-        places = [(target, _rows_of(op.args[1], len(target)))] if op.name == "__setitem__" and target.dim() else []
+        example, owned = self.of(value), []
+        is_set, axis = op.name == "__setitem__" and target.dim() > 0, axes.of(target)
+        places = [(target, axis, _rows_of(part_along(target, op.args[1], axis), target.shape[axis]))] if is_set else []
         if target._base is not None:
-            places.append((target._base, _rows_in(target, target._base)))
-        for one, rows in places:
-            is_whole = rows is not None and len(one) % self._batch_size == 0
+            places.append((target._base, 0, _rows_in(target, target._base)))
+        for one, axis, rows in places:
+            several = one.shape[axis] if one.dim() else 1
+            if example is None:
+                if one in self._writes:
+                    self._writes[one] = None, False, False
+                # Of one that came from nobody knows where.
+                is_part = rows is not None and rows[1] - rows[0] < several and not axes.may_lead(value)
+                owned += [Owned(one, True, False)] * (is_part and any(value is a for a in data))
+                continue
+            is_whole = rows is not None and several % self._batch_size == 0
             only, is_own, was_new = self._writes.get(one, (example, True, is_new))
-            is_own = is_own and rows is not None and is_whole and self._example_at(one, *rows) == example
+            is_own = is_own and rows is not None and is_whole and self._example_at(several, *rows) == example
             self._writes[one] = example if only == example else None, is_own, was_new
             if only != example:
                 self._example.pop(one, None)
-                owned += [Owned(one, len(one) == self._batch_size, is_own)] if is_whole else []
+                owned.append(Owned(one, several == self._batch_size, is_own))
             elif was_new and not is_own:
                 self._example[one] = example
-                self._put_together[one] = None
         return owned
 
-    def _example_at(self, tensor: Tensor, begin: int, end: int) -> int | None:
-        """Whose these rows are, if they are one example's."""
-        each = len(tensor) // self._batch_size
+    def _example_at(self, rows: int, begin: int, end: int) -> int | None:
+        """Whose those of so many `rows` are, if they are one example's."""
+        each = rows // self._batch_size
         return begin // each if begin < end and begin // each == (end - 1) // each else None
 
-    def _cut(self, op: Operation, source: Tensor) -> None:
-        pieces = flatten(op.output)
-        if op.name in ("__getitem__", "select"):
-            given = (*op.args[1:], *(op.kwargs[name] for name in ("dim", "index") if name in op.kwargs))
-            index = given[0] if op.name == "__getitem__" else given[1] if given[0] == 0 else None
-            ranges = [_rows_of(index, len(source))] * len(pieces)
-        elif axis_of(_APART[op.name], op.args, op.kwargs) % source.dim():
+    def _cut(self, op: Operation, source: Tensor, axis: int) -> None:
+        pieces, rows = flatten(op.output), source.shape[axis]
+        if op.name == "__getitem__" or op.name in _PICKING:
+            names = ("dim", "start", "index", "length")
+            given = (*op.args[1:], *(op.kwargs[name] for name in names if name in op.kwargs))
+            index = part_along(source, given[0], axis) if op.name == "__getitem__" else given[1]
+            if op.name in _PICKING and given[0] % source.dim() != axis:
+                return
+            if op.name == "narrow":
+                index = slice(int(index), int(index) + given[2])
+            ranges = [_rows_of(index, rows)] * len(pieces)
+        elif axis_of(_APART[op.name], op.args, op.kwargs) % source.dim() != axis:
             return
         else:
-            ends = accumulate(1 if one.dim() < source.dim() else len(one) for one in pieces)
+            ends = accumulate(1 if one.dim() < source.dim() else one.shape[axis] for one in pieces)
             ranges = [*pairwise((0, *ends))]
-        for one, rows in zip(pieces, ranges, strict=True):
-            if rows is not None and (example := self._example_at(source, *rows)) is not None:
+        for one, taken in zip(pieces, ranges, strict=True):
+            if taken is not None and (example := self._example_at(rows, *taken)) is not None:
                 self._example[one] = example
 
     def _joined(self, op: Operation) -> Joined | None:
@@ -194,19 +220,19 @@ class Alone:
         else:
             axis = axis_of(1, op.args, op.kwargs) % made.dim()
         sizes = [1 if is_new else one.shape[axis] if one.dim() > axis else 0 for one in pieces]
-        owners = [self._example.get(one) for one, n in zip(pieces, sizes, strict=True) for _ in range(n)]
+        owners = [self.of(one) for one, n in zip(pieces, sizes, strict=True) for _ in range(n)]
         return Joined(axis, owners) if len(owners) == made.shape[axis] else None
 
 
 def _rows_of(index: Any, size: int) -> tuple[int, int] | None:
     """From which row to which an index takes, if these lie together."""
-    first = index[0] if isinstance(index, tuple) and index else index
+    first = index
     if isinstance(first, (Tensor, list)) and not is_mask(first):
         is_one = first.numel() == 1 if isinstance(first, Tensor) else len(first) == 1
         first = (int(first) if isinstance(first, Tensor) else first[0]) if is_one else None
-    elif isinstance(first, slice) and first.step in (None, 1):
-        begin, end, _ = first.indices(size)
-        return begin, end
+    elif isinstance(first, slice):
+        taken = range(*first.indices(size))
+        return (min(taken), max(taken) + 1) if taken and (taken.step == 1 or len(taken) == 1) else None
     is_number = isinstance(first, int) and not isinstance(first, bool)
     return (first % size, first % size + 1) if is_number and size else None
 

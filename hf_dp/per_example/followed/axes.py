@@ -32,6 +32,10 @@ class Axes:
         is_second = tensor.dim() > 1 and bool(len(tensor) % size) and tensor.shape[1] == size
         return int(self._axes.get(tensor, int(is_second)) or 0)
 
+    def may_lead(self, tensor: Tensor) -> bool:
+        """Whether its size leaves an axis to all examples."""
+        return tensor.dim() > 0 and not self._is_part(tensor) and not tensor.shape[self.of(tensor)] % self._batch_size
+
     def note(self, tensor: Tensor, axis: int) -> None:
         """Takes note that the examples lie there."""
         self._axes[tensor] = axis
@@ -156,6 +160,17 @@ def is_along(place: Place, args: Sequence[Any], kwargs: Any, source: Tensor, axi
 
 def is_indexed(source: Tensor, index: Any, axis: int = 0) -> bool:
     """Whether an index picks some rows along an axis, other than a single one."""
+    part = part_along(source, index, axis)
+    if isinstance(part, bool) or (is_mask(part) and not part.dim()):
+        return True
+    if isinstance(part, slice):
+        return part.indices(source.shape[axis]) != (0, source.shape[axis], 1)
+    is_number = isinstance(part, Tensor) and part.dim() == 0
+    return not (is_number or isinstance(part, int))
+
+
+def part_along(source: Tensor, index: Any, axis: int = 0) -> Any:
+    """The part of an index that picks along an axis; True where one is no part of any, but a yes or no."""
     parts = [part for part in (index if isinstance(index, tuple) else (index,)) if part is not None]
     if any(isinstance(part, bool) or (is_mask(part) and not part.dim()) for part in parts):
         return True
@@ -163,17 +178,12 @@ def is_indexed(source: Tensor, index: Any, axis: int = 0) -> bool:
         at = next(k for k, part in enumerate(parts) if part is Ellipsis)
         left = source.dim() - sum(map(_axes_of, parts[:at] + parts[at + 1 :]))
         parts[at : at + 1] = [slice(None)] * left
-    before, part = 0, slice(None)
+    before = 0
     for part in parts:
         if before + _axes_of(part) > axis:
-            break
+            return part
         before += _axes_of(part)
-    else:
-        return False
-    if isinstance(part, slice):
-        return part.indices(source.shape[axis]) != (0, source.shape[axis], 1)
-    is_number = isinstance(part, Tensor) and part.dim() == 0 and not is_mask(part)
-    return not (is_number or isinstance(part, int))
+    return slice(None)
 
 
 def _axes_of(part: Any) -> int:

@@ -95,14 +95,12 @@ class Picked(TorchFunctionMode):
     def _follow_alone(self, op: Operation, data: list[Tensor], is_new: bool) -> None:
         """Notes what becomes of what one example has, and whether a loop in Python has put it in order again."""
         for one, is_each, is_own in self.alone.follow(op, data, self.axes, self._may_lead, is_new):
-            known = self._one_of_each if is_each else self._are_even
+            known = self._one_of_each if is_each or not is_own else self._are_even
             # Of pieces of one example each it makes no difference which of their own rows these are.
             known[one] = is_own and ((is_each and one is op.output) or known.get(one, True))
-            if not is_each and not is_own:
-                self._picked.setdefault(one, op.name)
 
     def _may_lead(self, tensor: Tensor) -> bool:
-        return not self.axes.of(tensor) and self._one_of_each.get(tensor) is not False
+        return self._one_of_each.get(tensor) is not False
 
     def _follow(
         self, op: Operation, given: list[Tensor], data: list[Tensor], known: list[bool], by: str | None

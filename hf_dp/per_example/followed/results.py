@@ -183,7 +183,7 @@ class Results:
     def _written(self, write: picks.Write, before: Tensor | None, value: Tensor | None) -> Tensor | None:
         """Of rows into which others were written, `value` being whose these are."""
         if value is None:  # a number, or the same for all rows
-            is_same = write.value is None or (write.value.shape[:1].numel() == 1 and not write.value.requires_grad)
+            is_same = write.value is None or (write.value.shape[:1].numel() == 1 and not self._is_data(write.value))
             return before if is_same else None
         if before is None:
             return None
