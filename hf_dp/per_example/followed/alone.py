@@ -11,14 +11,16 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_dp.per_example.followed.axes import Axes, is_mask, is_plainly_folded, part_along
-from hf_dp.per_example.followed.operations import axis_of
-from hf_dp.per_example.followed.picking import CHOOSING, MAKING, Operation
+from hf_dp.per_example.followed.operations import axis_of, works_by_rows
+from hf_dp.per_example.followed.picking import CHOOSING, MAKING, VIEWING, Operation
 from hf_dp.per_example.followed.picks import PIECES
 from hf_dp.per_example.watched import flatten, tensors_in
 
 # What gives one row, or several, after another of its first argument, along an axis that is given in this place.
 _APART = {"unbind": 1, "__iter__": 9, "vsplit": 9, **dict.fromkeys(PIECES, 2)}
 _WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+# Of what these are given besides they take the shape, or the kind.
+_SHAPING = ("view_as", "reshape_as", "expand_as", "type_as")
 _STACKING = ("stack", "pad_sequence")
 _PICKING = ("select", "narrow", "index_select")
 _CUTTING = {"__getitem__", *_PICKING, *_APART}
@@ -120,13 +122,18 @@ class Alone:
         made = [one for one in tensors_in(op.output) if one.dtype != torch.bool]
         # What is chosen of one example's is that example's, whatever it is chosen by.
         is_chosen = op.name in CHOOSING and source is not None and source in self._example
-        found = {self.of(one) for one in (data[:1] if is_chosen and data[0] is source else data)}
+        is_of_first = is_chosen or op.name in _SHAPING
+        found = {self.of(one) for one in (data[:1] if is_of_first and data[0] is source else data)}
         is_own = joined is not None and joined.are_in_order(size)
         is_each = joined is not None and len(joined.owners) == size
         # Of what lies side by side a view may be as many rows as examples.
         is_own = is_own and (is_each or (joined is not None and not joined.axis))
         if len(found) == 1 and None not in found and not (is_each and is_own):
-            self._example.update((one, *found) for one in tensors_in(op.output))
+            is_placed = source is not None and source in self._writes and source not in self._example
+            if is_placed and (op.name in VIEWING or works_by_rows(op.name, op.args, op.kwargs)):
+                self._writes.update((one, self._writes[source]) for one in made)
+            else:
+                self._example.update((one, *found) for one in tensors_in(op.output))
             return owned
         written = [one for one in tensors_in(op.output, op.args[: op.is_in_place]) if any(one is a for a in data)]
         made += [one for one in written if self._example.pop(one, None) is not None]
@@ -226,15 +233,14 @@ class Alone:
 
 def _rows_of(index: Any, size: int) -> tuple[int, int] | None:
     """From which row to which an index takes, if these lie together."""
-    first = index
-    if isinstance(first, (Tensor, list)) and not is_mask(first):
-        is_one = first.numel() == 1 if isinstance(first, Tensor) else len(first) == 1
-        first = (int(first) if isinstance(first, Tensor) else first[0]) if is_one else None
-    elif isinstance(first, slice):
-        taken = range(*first.indices(size))
+    # Of several that happen to be one, another time there may be none, or more.
+    if isinstance(index, Tensor) and not index.dim() and not is_mask(index):
+        index = int(index)
+    if isinstance(index, slice):
+        taken = range(*index.indices(size))
         return (min(taken), max(taken) + 1) if taken and (taken.step == 1 or len(taken) == 1) else None
-    is_number = isinstance(first, int) and not isinstance(first, bool)
-    return (first % size, first % size + 1) if is_number and size else None
+    is_number = isinstance(index, int) and not isinstance(index, bool)
+    return (index % size, index % size + 1) if is_number and size else None
 
 
 def _rows_in(view: Tensor, whole: Tensor) -> tuple[int, int] | None:

@@ -147,3 +147,14 @@ def test_what_is_put_together_in_order_is_exact(name: str) -> None:
     for batch in (one for one in OTHERS if one["mask"].shape[1] % len(one["mask"])):
         found, truth = record(model, loss, batch, certificate=certificate), loop(model, loss, batch)
         assert relative_error(found, truth) <= 1e-9
+
+
+def test_one_row_that_an_expert_gives_back_is_no_example_s() -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, made = m.linear(data["x"]).tanh(), torch.zeros_like(data["x"].flatten(0, 1))
+        at = data["mask"].flatten().nonzero()[:, 0]
+        made[at] = m.other(h.flatten(0, 1)[at])
+        return m.last(made.view_as(h)).square().sum((1, 2))  # type: ignore[no-any-return]
+
+    batches = [*OTHERS, marked(0, 1, 0), marked(1, 0), marked(0, 0, 0, 1)]
+    assert not refused(function, marked(2, 1, 3), batches, **layers(), last=nn.Linear(WIDTH, WIDTH))

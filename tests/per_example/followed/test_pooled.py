@@ -170,3 +170,16 @@ def test_rows_that_were_known_to_be_others_stay_so_after_what_is_not_followed() 
         return h.sum((1, 2)).index_add(0, owners, made)
 
     refused(function, marked(1, 1, 1), [marked(2, 0, 1), marked(0, 3, 0), marked(2, 2, 0, 0)], **layers())
+
+
+def test_a_sentence_without_words_is_not_the_example_s_that_has_the_only_word() -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"]
+        counts = [row.count(k + 1) for row, n in zip(mask.tolist(), data["number"], strict=True) for k in range(n)]
+        rows = h.flatten(0, 1)[mask.flatten().nonzero().squeeze(1)]
+        made = torch.vstack([few.sum(0) for few in rows.split(counts)])
+        order, owners = made[:, 0].detach().argsort(), torch.arange(len(mask)).repeat_interleave(data["number"])
+        made = torch.zeros_like(made).index_copy(0, torch.arange(len(made)), made[order])
+        return h.sum((1, 2)).index_add(0, owners[order], m.other(made).tanh().square().sum(1))
+
+    refused(function, sentences([2], [1], [3]), [sentences([1], [0], []), sentences([0], [1], [])], **layers())
