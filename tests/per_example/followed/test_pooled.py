@@ -183,3 +183,13 @@ def test_a_sentence_without_words_is_not_the_example_s_that_has_the_only_word() 
         return h.sum((1, 2)).index_add(0, owners[order], m.other(made).tanh().square().sum(1))
 
     refused(function, sentences([2], [1], [3]), [sentences([1], [0], []), sentences([0], [1], [])], **layers())
+
+
+def test_examples_in_another_order_are_no_others_beside_numbers_in_order() -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"]
+        order = mask.sum(1).argsort(stable=True).tolist()
+        rows = m.other(h.sum(1)[order] * mask.sum(1).add(1.0)[:, None]).square().sum(1)
+        return torch.zeros_like(rows).index_copy(0, torch.tensor(order), rows)
+
+    assert 0 < refused(function, marked(1, 1, 1), **layers()) < len(OTHERS)
