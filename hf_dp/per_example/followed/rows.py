@@ -113,9 +113,13 @@ class FollowedRows:
         if self._picked is not None and (example := self._picked.alone.of(source)) is not None:
             return torch.tensor(example, device=source.device)
         if (number := _number_of(source, self.batch_size)) is not None:
+            assert source._base is not None
             # Of as many positions as examples it might be one of these.
-            is_one = len(source) != self.batch_size
-            return torch.tensor(number, device=source.device) if is_one else None
+            if len(source) == self.batch_size:
+                return None
+            if (owners := self.routes.of(source._base)) is not None:
+                return owners[number]
+            return None if self._was_picked(source._base) else torch.tensor(number, device=source.device)
         is_plain = len(source) == self.batch_size or is_plainly_folded(source, self.batch_size)
         if self._was_picked(source) or not (is_plain or self._is_even(source)):
             return None

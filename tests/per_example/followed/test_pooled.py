@@ -193,3 +193,36 @@ def test_examples_in_another_order_are_no_others_beside_numbers_in_order() -> No
         return torch.zeros_like(rows).index_copy(0, torch.tensor(order), rows)
 
     assert 0 < refused(function, marked(1, 1, 1), **layers()) < len(OTHERS)
+
+
+def segments(rows: Tensor, mask: Tensor) -> Tensor:
+    return torch.stack([piece.square().sum() for piece in rows.split(mask.sum(1).tolist())])
+
+
+# Of examples s in some other order, with the masks of these.
+REORDERED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "joined": lambda m, s, k: segments(m.other(torch.cat([s[i][k[i]] for i in range(len(s))])), k),
+    "cut short": lambda m, s, k: segments(m.other(torch.cat([s[i][: int(n)] for i, n in enumerate(k.sum(1))])), k),
+    "side by side": lambda m, s, k: segments(m.other(torch.cat([x[y] for x, y in zip(s, k, strict=True)])), k),
+    "each by itself": lambda m, s, k: torch.stack([m.other(s[i][k[i]]).square().sum() for i in range(len(s))]),
+    "pooled": lambda m, s, k: m.other(torch.stack([s[i][k[i]].sum(0) for i in range(len(s))])).square().sum(1),
+}
+ORDERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "picked": lambda h, order: h[order],
+    "computed": lambda h, order: h.index_select(0, order).sin(),
+    "stacked": lambda h, order: torch.stack([h[i] for i in order.tolist()]).clone(),
+    "written": lambda h, order: torch.zeros_like(h).index_copy(0, order.argsort(), h),
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_row_of_examples_in_another_order_is_not_the_example_of_its_number(name: str, order: str) -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"]
+        places = mask.sum(1).argsort(stable=True)
+        found = REORDERED[name](m, ORDERS[order](h, places), mask[places].bool())
+        return found[places.argsort()] + h.sum((1, 2))
+
+    for check in (marked(2, 2, 2), marked(1, 1, 1)):
+        refused(function, check, **layers())
