@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dp.per_example.followed.axes import is_mask
 from hf_dp.per_example.followed.operations import axis_of
 from hf_dp.per_example.followed.picks import BELOW, JOINING, is_write, keeps_first
 from hf_dp.per_example.watched import tensors_in
@@ -35,8 +36,11 @@ def of_rows(owners: Tensor | None, tensor: Tensor) -> Tensor | None:
 def below(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> list[Tensor]:
     """What an operation lays below one another, if that is not all of so many examples each."""
     if is_write(name):
-        place, is_set = args[1] if len(args) > 1 else None, name == "__setitem__"
+        place: Any = args[1] if len(args) > 1 else None
+        is_set = name == "__setitem__"
         if keeps_first(place, args[0].dim()) if is_set else isinstance(place, int) and place % args[0].dim():
+            return []
+        if is_mask(place) and place.dim() > 1:  # into positions of each, which stay where they are
             return []
         values = [one for one in tensors_in(args[2:], kwargs) if one.numel()]
         is_whole = is_set and isinstance(place, int)

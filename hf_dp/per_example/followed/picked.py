@@ -95,6 +95,8 @@ class Picked(TorchFunctionMode):
     def _follow_alone(self, op: Operation, data: list[Tensor], is_new: bool) -> None:
         """Notes what becomes of what one example has, and whether a loop in Python has put it in order again."""
         for one, is_each, is_own in self.alone.follow(op, data, self.axes, self._may_lead, is_new):
+            if one.dtype == torch.bool:  # a mask hides, and has no rows
+                continue
             known = self._one_of_each if is_each or not is_own else self._are_even
             # Of pieces of one example each it makes no difference which of their own rows these are.
             known[one] = is_own and ((is_each and one is op.output) or known.get(one, True))
