@@ -119,7 +119,7 @@ class Picked(TorchFunctionMode):
         if op.name == "stack":
             self.axes.stacked(data, made[0], op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else 0))
         table = next((a for a in given if a.is_floating_point()), None)
-        if op.name == "embedding" and table is not None and self.is_data(table) and {a.dim() for a in given} == {1, 2}:
+        if op.name == "embedding" and table is not None and self.is_data(table) and table.dim() == 2:
             op, given = op.as_of_rows(), [table]
         name, is_written = op.name, op.is_written
         changed = given[:1] if op.is_in_place else rows if is_written or name in MAY_PICK else []

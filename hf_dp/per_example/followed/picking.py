@@ -163,4 +163,4 @@ class Operation(NamedTuple):
     def as_of_rows(self) -> Operation:
         """A lookup in rows that were computed from the batch is a pick of them."""
         table, ids = sorted(tensors_in(self.args, self.kwargs), key=lambda one: not one.is_floating_point())[:2]
-        return Operation("index_select", torch.index_select, (table, 0, ids), {}, self.output)
+        return Operation("__getitem__", Tensor.__getitem__, (table, ids), {}, self.output)

@@ -226,3 +226,15 @@ def test_a_row_of_examples_in_another_order_is_not_the_example_of_its_number(nam
 
     for check in (marked(2, 2, 2), marked(1, 1, 1)):
         refused(function, check, **layers())
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_examples_in_another_order_that_are_looked_up_are_refused(is_flat: bool) -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"]
+        order, length = mask.sum(1).argsort(stable=True), h.shape[1]
+        ids = order[:, None] if is_flat else order[:, None] * length + torch.arange(length)
+        found = nn.functional.embedding(ids, h.flatten(1) if is_flat else h.flatten(0, 1)).view_as(h)
+        return m.other(found).square().sum((1, 2))[order.argsort()]
+
+    assert 0 < refused(function, marked(1, 1, 1), **layers()) <= len(OTHERS)
