@@ -35,9 +35,10 @@ def follows_from_others(
     if not draws:
         arrangements += [[first, row, last], [last, row, first], [row, row, row]]
     found: list[Collated] = []
-    with suppress(Exception):  # a collator may refuse such a row in any way
-        for rows in arrangements:
-            batch = collated(copy.deepcopy(rows))
+    for rows in arrangements:
+        with suppress(Exception):  # a collator may refuse such a row in any way
+            # Each a row of its own, which a collator may change in place.
+            batch = collated([copy.deepcopy(one) for one in rows])
             places = [i for i, one in enumerate(rows) if one is row and not (draws and i)]
             found += [{name: value[i] for name, value in batch.items()} for i in places]
     return not _are_alike(found)

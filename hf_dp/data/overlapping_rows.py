@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # So many neighbours are looked at, and so many different numbers must be in both of two: fewer are so by chance.
 _LOOKED_AT, _SHARED = 4, 10
+# So many of their positions, and so many places where one may begin in the other.
+_LONGEST, _TRIED = 1 << 15, 64
 _Numbers = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -51,13 +53,15 @@ def overlapping_by(dataset: Any) -> Any:
 
 def _first(dataset: Any) -> list[Any]:
     """The first rows, as they were made: in another order neighbours stand apart."""
+    places: Any = np.arange(len(dataset))
     while isinstance(dataset, torch.utils.data.Subset):
-        dataset = dataset.dataset
+        dataset, places = dataset.dataset, np.asarray(dataset.indices)[places]
     if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
-        found: list[Any] = dataset.data.slice(0, _LOOKED_AT).to_pylist()
-        return found
+        if dataset._indices is not None:
+            places = dataset._indices.column(0).to_numpy()[places]
+        return [dataset.data.slice(int(i), 1).to_pylist()[0] for i in np.sort(places)[:_LOOKED_AT]]
     rows = []
-    for i in range(min(len(dataset), _LOOKED_AT)):
+    for i in map(int, np.sort(places)[:_LOOKED_AT]):
         with unchanged_global_state(), left_as_it_was(dataset):
             rows.append(dataset[i])
     return rows
@@ -83,10 +87,18 @@ def _goes_on(one: _Numbers, other: _Numbers) -> bool:
     """Whether a row begins with what ends the one before it, and neither is periodic."""
     if one.shape[1:] != other.shape[1:] or not one[:1].size or not len(other):
         return False
-    places = (i for i in range(1, len(one)) if len(one) - i <= len(other) and np.array_equal(one[i], other[0]))
+    one, other = one[-_LONGEST:].reshape(min(len(one), _LONGEST), -1), other[:_LONGEST].reshape(-1, one[0].size)
+    places = np.arange(max(1, len(one) - len(other)), len(one))
+    # By the first of each of its numbers: most rows begin with the same ones, and rest on them for long.
+    _, firsts = np.unique(other[:, 0], return_index=True)
+    for at in np.sort(firsts)[:_SHARED]:
+        is_within = places + at < len(one)
+        is_so = (one[np.minimum(places + at, len(one) - 1)] == other[at]).all(1)
+        places = places[is_so | ~is_within]
     return any(
         np.array_equal(one[i:], other[: len(one) - i])
         and not np.array_equal(one[i:], one[: len(one) - i])
         and len(np.unique(one[i:])) >= _SHARED
-        for i in places
+        for i in places[:_TRIED]
+        if len(one) - i >= _SHARED or one[0].size >= _SHARED
     )

@@ -97,8 +97,8 @@ class PrivacyCallback(TrainerCallback, ExportableState):
         if self.trainer is not None and (steps := self.trainer.ledger.steps):
             self._show_spent()
             error.add_note(
-                f"Private steps that were made before this: {steps}. The model in memory has them, and "
-                "trainer.save_model(DIRECTORY) saves it with what they cost."
+                f"Private steps that were paid for before this: {steps}. The model in memory has them, but perhaps the "
+                "last, and trainer.save_model(DIRECTORY) saves it with what they cost."
             )
 
     def _show_spent(self) -> None:

@@ -39,7 +39,7 @@ def test_failure_120_windows_that_overlap_are_told(kind: Kind, stride: int, over
     found = "past_values" if overlap else None
     assert overlapping_by(made) == found
     assert overlapping_by([made[i] for i in range(4)]) == found
-    assert overlapping_by(Subset(made, [7, 2, 5, 0])) == found
+    assert overlapping_by(Subset(made, [7, 2, 1, 0])) == found
     assert overlapping_by([tuple(made[i].values()) for i in range(4)]) == (0 if overlap else None)
 
 
@@ -91,3 +91,23 @@ def test_failure_120_the_trainer_says_whom_a_promise_to_windows_is_made_to(
         parts = {"train_dataset": data}
         make(tmp_path / str(number), privacy=privacy, parts=parts).get_train_dataloader()
     assert "windows over one series" in caplog.text
+
+
+def test_chosen_windows_that_do_not_overlap_are_left_alone() -> None:
+    made = Windows(SERIES, LENGTH // 4, torch.Tensor.tolist)
+    every = list(range(0, len(made), 4))
+    assert overlapping_by(Subset(made, every)) is None
+    data = Dataset.from_list([made[i] for i in range(len(made))])
+    assert overlapping_by(data) == "past_values"
+    assert overlapping_by(data.select(every)) is overlapping_by(Subset(data, every[::-1])) is None
+
+
+@pytest.mark.parametrize("begin", [0.0, None])
+def test_long_rows_that_rest_on_one_number_are_told_apart_at_once(begin: float | None) -> None:
+    """Each place of silence might be where the next row begins."""
+    numbers = torch.randn(4, 1 << 19, generator=torch.Generator().manual_seed(0))
+    numbers[:, 1 << 18 :] = 0.0 if begin is None else begin
+    numbers[:, : 1 << 10] = 0.0
+    assert overlapping_by([{"x": row} for row in numbers]) is None
+    series = torch.cat([numbers[0, : 1 << 12], numbers[1, : 1 << 12]])
+    assert overlapping_by([{"x": series[i : i + 4096]} for i in range(0, 4096, 1024)]) == "x"

@@ -219,8 +219,8 @@ def test_steps_before_an_evaluation_that_fails_are_not_lost(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="of too many rows") as caught:
         trainer.train()
     assert caught.value.__notes__ == [
-        "Private steps that were made before this: 1. The model in memory has them, and trainer.save_model(DIRECTORY) "
-        "saves it with what they cost."
+        "Private steps that were paid for before this: 1. The model in memory has them, but perhaps the last, and "
+        "trainer.save_model(DIRECTORY) saves it with what they cost."
     ]
     trainer.save_model(str(tmp_path / "saved"))
     found = verify(tmp_path / "saved")
