@@ -105,6 +105,21 @@ def test_failure_118_a_row_without_a_label_decides_what_the_others_become(kind: 
         check_collator(LogicalBatchCollator(4, scaled_among_the_labelled), rows)
 
 
+def test_a_collator_may_change_rows_in_place() -> None:
+    def longer(rows: Rows) -> dict[str, Tensor]:
+        for row in rows:
+            row["x"].append(2.0)
+        return plain(rows)
+
+    def scaled(rows: Rows) -> dict[str, Tensor]:
+        for row in rows:
+            row["x"].div_(255)
+        return plain(rows)
+
+    check_collator(LogicalBatchCollator(4, longer), made())
+    check_collator(LogicalBatchCollator(4, scaled), made(torch.tensor))
+
+
 def test_what_cannot_be_collated_tells_nothing() -> None:
     def strict(rows: Rows) -> dict[str, Tensor]:
         assert all(row["labels"] in (0, 1) for row in rows)

@@ -203,7 +203,7 @@ RECORDED: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, torch.dty
         lambda: tiny("smolvlm", "image_text", torch.float32),
         batches_of("smolvlm", "image_text"),
         # Whose each is, once it was taken into its text.
-        {**READ, "tolist": 1, "equal": 7, "nonzero": 2},
+        {**READ, "tolist": 1, "equal": 8, "nonzero": 2, "_local_scalar_dense": 14, "repeat_interleave": 1},
     ),
 }
 
