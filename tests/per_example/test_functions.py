@@ -248,23 +248,17 @@ def test_under_autocast_it_is_run_again_under_autocast(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_failure_85_one_that_was_taken_from_its_class_before(size: int) -> None:
-    def function(m: Any, x: Tensor) -> Tensor:
-        return PRODUCT(x @ REVERSED(m.v), m.w).cos()  # type: ignore[no-untyped-call]
-
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [
+        (lambda m, x: PRODUCT(x @ REVERSED(m.v), m.w).cos(), r"parameter v .*Reversed(.*\n)*.* as MyFunction\.apply\("),
+        (lambda m, x: PRODUCT(x @ m.v, m.w).cos(), r"gradient reached w (.*\n)*.* as MyFunction\.apply\("),
+    ],
+)
+def test_failure_85_one_that_was_taken_from_its_class_before(function: Any, refused: str, size: int) -> None:
     model, data = Small(function, v=parameter(4, 4), w=parameter(4, 5)), batch(size, 6, 4)
     if IS_OF_C:
-        with pytest.raises(UnsupportedModelError, match=r"parameter v .*Reversed(.*\n)*.* as MyFunction\.apply\("):
-            record(model, square, data)
-        return
-    assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_failure_85_data_beside_one_that_was_taken_from_its_class_before(size: int) -> None:
-    model, data = Small(lambda m, x: PRODUCT(x, m.w).cos(), w=parameter(4, 5)), batch(size, 6, 4)
-    if IS_OF_C:
-        with pytest.raises(UnsupportedModelError, match=r"gradient reached w (.*\n)*.* as MyFunction\.apply\("):
+        with pytest.raises(UnsupportedModelError, match=refused):
             record(model, square, data)
         return
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_dp.per_example.followed.alone import Alone
 from hf_dp.per_example.followed.axes import Axes, are_put_back, are_put_to_own, in_order, is_mask, numbers_of
 from hf_dp.per_example.followed.copies import RowCopies
+from hf_dp.per_example.followed.cut_rows import CutRows
 from hf_dp.per_example.followed.picking import (
     CHOOSING,
     JOINING,
@@ -28,7 +29,6 @@ from hf_dp.per_example.followed.picking import (
     VIEWING,
     Operation,
 )
-from hf_dp.per_example.followed.pieces import Owners
 from hf_dp.per_example.followed.views import ThroughViews
 from hf_dp.per_example.watched import WatchedParameter, flatten, tensors_in
 
@@ -53,7 +53,7 @@ class Picked(TorchFunctionMode):
         self._are_even: Any = WeakIdKeyDictionary()
         # What follows from rows that were picked, be they as many of each or not; and whose those of pieces are.
         self._indexed: Any = WeakIdKeyDictionary()
-        self._owners = Owners(batch_size)
+        self._owners = CutRows(batch_size)
         # All numbers of examples, in order, as a model counted them: which version; and what was picked by them.
         self._counted: Any = WeakIdKeyDictionary()
         self._taken: Any = WeakIdKeyDictionary()

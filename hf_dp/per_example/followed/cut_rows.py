@@ -14,7 +14,7 @@ from hf_dp.per_example.followed.picking import CHOOSING, Operation
 from hf_dp.per_example.watched import tensors_in
 
 
-class Owners:
+class CutRows:
     """Follows pieces, as long as what is done to them works on each row by itself.
 
     Args:
