@@ -165,7 +165,7 @@ def test_the_name_of_a_tag_is_no_command(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\nprintf '%s|' \"$@\"\n")
     python.chmod(0o755)
     (tmp_path / ".ready").touch()
-    make = ["make", "--silent", f"VENV={tmp_path}", "-o", f"{tmp_path}/.ready", "releasable"]
+    make = ["make", "--silent", "--no-print-directory", f"VENV={tmp_path}", "-o", f"{tmp_path}/.ready", "releasable"]
     environment = {**os.environ, "TAG": tag, "REPOSITORY": "b c"}
     said = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     assert said == f"scripts/release.py|{tag}|b c|"
