@@ -98,7 +98,7 @@ class WatchedParameter(torch.Tensor):
             return args[0].source.plain.detach()
         if func in _DERIVING and (derivation := _derive(func, args, kwargs)) is not None:
             return derivation
-        watched = watched_in(args, kwargs)
+        watched = watched_in(args, kwargs) if kwargs else watched_in(*args)
         return watched[0].source.watch.call(func, args, kwargs, watched)
 
 
