@@ -11,7 +11,8 @@ scipy, pandas, pyarrow, typer, rich, attrs and absl-py, carry the rest, download
     cd REPOSITORY && python3 -m pip install -q --no-index --no-deps --target build/site build/wheels/*.whl && \\
         PYTHONPATH=.:build/site python3 scripts/gpu.py --output DIR
 
-With --only and the name of a section (several times, if need be) those alone are run, and added to what DIR has.
+With --only and the name of a section (several times, if need be) those alone are run, and added to what DIR has; with
+--case and the name of a case as well (`--only "Speed and memory" --case "Llama 1B, 8 x 1024, LoRA r 16"`), that alone.
 What is there must be as new as constraints-oldest.txt (torch 2.11, transformers 5.17, accelerate 1.10.1, peft 0.20);
 all but torch can be carried too, and goes before. Versions are written down with the results. Opacus, bitsandbytes and
 torchao are held beside where they are carried.
@@ -223,12 +224,16 @@ def run(
     output: Annotated[Path, typer.Option(help="Where gpu.json and gpu.md go.")],
     cpu: Annotated[bool, typer.Option("--cpu", help="Small, on a CPU.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Sections to run; all by default.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Of one section the cases to run; all by default.")] = None,
 ) -> None:
     """Runs every section in a process of its own, or one in this one; after each case all that is known is written."""
     device = torch.device("cpu" if cpu else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("no CUDA device is there; --cpu runs all of it small")
     titles = only or list(SECTIONS)
+    known = [name for name, _ in SECTIONS[titles[0]](device)] if len(titles) == 1 else []
+    if missing := {*(case or [])}.difference(known):
+        raise typer.BadParameter(f"--case is of one section, given by --only: no {', '.join(sorted(missing))} is there")
     output.mkdir(parents=True, exist_ok=True)
     file = output / "gpu.json"
     if only is None:
@@ -236,7 +241,7 @@ def run(
     left = 0.0
     for title in titles:
         if len(titles) == 1:
-            _section(title, device, file)
+            _section(title, device, file, case)
             continue
         start, left = time.monotonic(), left + SECONDS[title]
         ended = _alone(["--output", str(output), "--only", title, *(["--cpu"] if cpu else [])], None if cpu else left)
@@ -251,10 +256,12 @@ def run(
         raise typer.Exit(1)
 
 
-def _section(title: str, device: torch.device, file: Path) -> None:
+def _section(title: str, device: torch.device, file: Path, chosen: list[str] | None) -> None:
     results = _known(file)
-    rows = results[title] = {}
+    rows = results[title] = results.get(title, {}) if chosen else {}
     for name, case in SECTIONS[title](device):
+        if chosen and name not in chosen:
+            continue
         rows[name] = _answer(case)
         print(f"{title}: {name}: {rows[name]}", flush=True)
         _write(file, results, device)

@@ -33,6 +33,21 @@ def test_what_is_known_so_far_is_written_down_and_a_failure_ends_nothing_else(
     assert written.startswith("# Measured small, on a CPU")
 
 
+def test_cases_of_a_section_are_run_alone_and_beside_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(["first", "second", "third"])
+    cases = [(name, lambda: next(answers)) for name in ("one", "two")]
+    monkeypatch.setitem(gpu.SECTIONS, "Noise", lambda device: iter(cases))
+    assert invoke(tmp_path, "Noise")["Noise"] == {"one": "first", "two": "second"}
+    CliRunner().invoke(gpu.app, ["--output", str(tmp_path), "--cpu", "--only", "Noise", "--case", "two"])
+    assert json.loads((tmp_path / "gpu.json").read_text())["Noise"] == {"one": "first", "two": "third"}
+    for chosen in (["--only", "Noise", "--case", "three"], ["--case", "one"]):
+        done = CliRunner().invoke(gpu.app, ["--output", str(tmp_path), "--cpu", *chosen])
+        assert done.exit_code == 2
+        assert "--case is of one section" in done.output
+
+
 def test_without_a_gpu_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = CliRunner().invoke(gpu.app, ["--output", str(tmp_path / "new")])
