@@ -8,7 +8,7 @@
 #   make slow                 the tests that are left out there (ROOM=clipping: those of one room)
 #   make oldest               the tests with the lower bounds of pyproject.toml, in build/oldest (5 GB: its torch comes
 #                             with CUDA)
-#   make newest TORCH=2.14.1  the tests with another torch, in build/newest
+#   make newest TORCH=2.15.0  the tests with another torch, in build/newest
 #   make dist                 wheel and source distribution, in dist
 #   make installed            these, and the wheel alone in an environment of its own: its demo, without the repository
 #   make releasable TAG=v0.1.0 REPOSITORY=https://github.com/...   may this be a release, from there?
