@@ -13,6 +13,15 @@ def has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def is_mixed(model: Any) -> bool:
+    """Whether this is PEFT's model of adapters of several kinds, of which PEFT saves none: the whole of it is saved."""
+    if not hasattr(model, "peft_config"):
+        return False
+    from peft import PeftMixedModel
+
+    return isinstance(model, PeftMixedModel)
+
+
 def states_of_adapters(model: Any) -> list[dict[str, Tensor]] | None:
     """What is saved of each adapter of a model of PEFT; None of other models, of which all is."""
     if not hasattr(model, "peft_config"):

@@ -28,7 +28,7 @@ from hf_dp.hub import (
 from hf_dp.hub.about import RESULTS
 from hf_dp.training.resuming.resume import STATE_KEY
 from hf_dp.training.runs import RunsMixin
-from hf_dp.training.saving import claim, refuse_unclaimed, say_once, write_claim
+from hf_dp.training.saving import can_save_itself, claim, refuse_unclaimed, say_once, with_each_once, write_claim
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,13 @@ class PublishingMixin(RunsMixin):
         finally:
             # A checkpoint may be written from this state again.
             state.stateful_callbacks = saved
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As Trainer's, also of a model that has no `save_pretrained` and several names for some of its weights."""
+        model: Any = self.model
+        if not can_save_itself(self.accelerator.unwrap_model(model, keep_torch_compile=False)):
+            state_dict = with_each_once(model.state_dict() if state_dict is None else state_dict)
+        super()._save(output_dir, state_dict)
 
     def _save_beside(self, directory: Path) -> None:
         """What belongs to the model and is not in its weights."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
@@ -15,7 +20,7 @@ from hf_dp.hub import RECORD_FILE, PrivacyRecord, left_out, model_files, write_c
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_record, sha256_of_text
 from hf_dp.step.plan import Plan
-from hf_dp.training.adapters import states_of_adapters
+from hf_dp.training.adapters import has_adapters, states_of_adapters
 from hf_dp.training.resuming.copies import refuse_moved
 from hf_dp.training.resuming.resume import has_changed_since
 
@@ -82,6 +87,33 @@ def refuse_unclaimed(model: Any, trainer: object) -> None:
             fix="save with the trainer that made them; or load what this training saved into a new model.",
         )
     refuse_moved(model, trainer, "saving", is_saved=True)
+
+
+def can_save_itself(model: Any) -> bool:
+    """Whether Trainer leaves it to the model how it is saved; of others it writes the state."""
+    return isinstance(model, PreTrainedModel) or has_adapters(model)
+
+
+def with_each_once(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state as one safetensors file can hold it: what has several names under the first, and nothing in part.
+
+    Trainer gives a state to safetensors as it is, which refuses tied weights when steps have been paid for. The names
+    that stay are those that `safetensors.torch.save_model` keeps, so that its `load_model` finds them.
+    """
+    kept: dict[Any, str] = {}
+    out, storages = dict[str, Any](), set[int]()
+    for name in sorted(state):
+        value = state[name]
+        if not isinstance(value, Tensor) or not value.numel() or value.is_meta:
+            out[name] = value
+            continue
+        place = value.untyped_storage().data_ptr()
+        if kept.setdefault((place, value.storage_offset(), value.shape, value.stride(), value.dtype), name) != name:
+            continue
+        is_part = place in storages or value.untyped_storage().nbytes() != value.numel() * value.element_size()
+        out[name] = value.clone(memory_format=torch.contiguous_format) if is_part else value.contiguous()
+        storages.add(place)
+    return out
 
 
 @functools.cache

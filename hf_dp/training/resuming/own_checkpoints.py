@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hf_dp.ranks as ranks
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import LedgerError
-from hf_dp.training.adapters import has_adapters, read_adapters
+from hf_dp.training.adapters import has_adapters, is_mixed, read_adapters
 from hf_dp.training.generators import file_of_this_rank, read_generators, save_generators
 from hf_dp.training.resuming.checkpoints import STATE_FILE, clear, finish, newest_whole, put_in_place, written_aside
 from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
@@ -26,6 +26,7 @@ from hf_dp.training.resuming.output_lock import warn_of_others
 from hf_dp.training.resuming.renamed import read_renamed
 from hf_dp.training.resuming.restoring import damage_is_named, refuse_half, settings_are_kept
 from hf_dp.training.resuming.resume import STATE_KEY, SavedRun
+from hf_dp.training.saving import with_each_once
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +35,10 @@ _WEIGHTS = "model.safetensors"
 
 def write_model(folder: Path, model: Any, tokenizer: Any = None) -> None:
     """Writes weights and what loading them needs: by `save_pretrained`, or without it in one safetensors file."""
-    if callable(getattr(model, "save_pretrained", None)):
+    if callable(getattr(model, "save_pretrained", None)) and not is_mixed(model):
         model.save_pretrained(folder)
     else:
-        save_model(model, str(folder / _WEIGHTS), metadata={"format": "pt"})
+        save_file(with_each_once(model.state_dict()), folder / _WEIGHTS, metadata={"format": "pt"})
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

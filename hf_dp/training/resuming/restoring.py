@@ -46,6 +46,11 @@ class RestoringMixin(_Base):
         with damage_is_named(resume_from_checkpoint, "*.safetensors", "*.json"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As Trainer's, which asks a model for names that no model of one's own has. What is missing is refused."""
+        if hasattr(self.model, "_keys_to_ignore_on_save"):
+            super()._issue_warnings_after_load(load_result)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with damage_is_named(checkpoint, "optimizer*", "scheduler.pt"), settings_are_kept(self.optimizer):
             super()._load_optimizer_and_scheduler(checkpoint)
