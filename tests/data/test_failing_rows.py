@@ -241,6 +241,24 @@ def test_columns_that_a_forward_does_not_name_are_kept_by_an_argument(tmp_path: 
     assert "remove_unused_columns=False" in error.fix
 
 
+class Asking(DistilBertForSequenceClassification):
+    """Asks by its own words for a column that its signature does not name, as PEFT's Polytropon for `task_ids`."""
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None, **more: Any) -> Any:
+        if more.pop("task_ids", None) is None:
+            raise ValueError("task_ids should not be None.")
+        return super().forward(input_ids, attention_mask, labels=labels)
+
+
+def test_a_column_that_the_model_asks_for_by_itself_is_kept_by_an_argument(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list([{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows()])
+    data = data.add_column("task_ids", [0] * len(data))
+    parts = {"train_dataset": data, "data_collator": DataCollatorWithPadding(a_tokenizer({"a"}))}
+    model = Asking(classifier().config)
+    error = refused(tmp_path, ConfigurationError, "does not go through .*task_ids", model, at_once=False, parts=parts)
+    assert "remove_unused_columns=False" in error.fix
+
+
 def test_a_model_that_is_not_called_without_labels_is_told_of_its_own_loss(tmp_path: Path) -> None:
     model = Always(classifier().config)
     model.loss_type = "ForSequenceClassification"
