@@ -129,10 +129,9 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                 or _no_inputs(row)
                 or "correct the row or leave it out: token ids are below the size of the vocabulary, labels of "
                 "classes whole numbers below num_labels (not True, not 1.0), texts no longer than the model has "
-                "positions (truncation=True). If any row fails, the collator, model or adapter takes none by itself; or "
-                "it asks for a column that Trainer dropped, since the model's forward does not name it: then "
-                "TrainingArguments(remove_unused_columns=False); or the model needs labels and is called without them: "
-                "then override DPTrainer.compute_per_example_loss(model, inputs).",
+                "positions (truncation=True). If all fail: remove_unused_columns=False keeps what Trainer dropped and "
+                "the model asks for; where the model needs labels and is called without them, override "
+                "compute_per_example_loss(model, inputs).",
             ) from error
 
 

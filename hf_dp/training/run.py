@@ -29,7 +29,7 @@ from hf_dp.step.written import Around, WrittenGradients
 from hf_dp.training.described import described_optimizer, described_values
 from hf_dp.training.engine import Engine, MicroBatch
 from hf_dp.training.progress import Clock, opening, say
-from hf_dp.training.refusals import refuse_clashing_names, refuse_optimizer, refuse_other_surroundings, surroundings
+from hf_dp.training.refusals import refuse_adapters_in_part, refuse_optimizer, refuse_other_surroundings, surroundings
 from hf_dp.training.resuming.copies import Leaving, refuse_copies
 from hf_dp.training.resuming.goes_on import continued
 from hf_dp.training.resuming.origin import refuse_unsaid_origin, warn_of_origin
@@ -155,7 +155,7 @@ class Run:
             ConfigurationError: what a private run cannot use.
         """
         self.optimizer, self._surroundings, model = optimizer, surroundings(self.model), self.model
-        refuse_clashing_names(model)
+        refuse_adapters_in_part(model)
         for part in self.parts.values():
             part.refuse(Setting(self.plan.config, is_sharded(model)))
         said = {"the promise": self.plan.promise, "the step to begin at": step, "the ledger": self.ledger.to_dict()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LNTuningConfig, LoraConfig, PeftModel, XLoraConfig, get_peft_model
 from torch import nn
 from transformers import TrainerCallback
 
@@ -15,9 +15,10 @@ from hf_dp import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import verify
 from hf_dp.training.adapters import read_adapters
-from hf_dp.training.refusals import refuse_clashing_names
+from hf_dp.training.refusals import refuse_adapters_in_part
 from tests.training.own_loops import begun, loop
 from tests.training.workbench import classifier, make, parameters, rows, same
+from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 NAMES = [
@@ -127,6 +128,55 @@ def test_in_16_bits_what_is_read_stays_in_16_bits(tmp_path: Path) -> None:
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
+def unfrozen(names: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = get_peft_model(classifier(), LoraConfig(r=2, target_modules=["q_lin"], **changes))
+    for name, p in model.named_parameters():
+        p.requires_grad_(p.requires_grad or names in name)
+    return model
+
+
+@pytest.mark.parametrize("changes", [{}, {"bias": "lora_only"}])
+def test_weights_that_peft_does_not_save_are_refused_before_anything_is_spent(tmp_path: Path, changes: Any) -> None:
+    trainer = make(tmp_path, unfrozen("layer_norm", **changes))
+    with pytest.raises(ConfigurationError, match=r"layer_norm.* is trained, and PEFT does not save it") as refused:
+        trainer.train()
+    assert trainer.ledger.steps == 0
+    assert "modules_to_save" in refused.value.fix
+
+
+def test_what_peft_saves_is_no_weight_that_it_does_not_save(tmp_path: Path) -> None:
+    with_norms = LoraConfig(r=2, target_modules=["q_lin"], modules_to_save=["sa_layer_norm"])
+    trainer = make(tmp_path, whole := get_peft_model(classifier(), with_norms), save_strategy="steps", save_steps=1)
+    trainer.train()
+    torch.manual_seed(1)
+    again = make(tmp_path, get_peft_model(classifier(), with_norms), save_strategy="steps", save_steps=1)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert same(trained(whole), trained(again.model))
+    for model in (
+        unfrozen("nothing", bias="all"),
+        unfrozen("nothing", trainable_token_indices=[1]),
+        get_peft_model(classifier(), IA3Config(target_modules=["q_lin"], feedforward_modules=[])),
+        get_peft_model(classifier(), LNTuningConfig(target_modules=["sa_layer_norm"])),
+        get_peft_model(classifier(), LoraConfig(r=2, target_modules=["q_lin", "word_embeddings"])),
+    ):
+        refuse_adapters_in_part(model)
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_x_lora_is_refused_with_what_peft_leaves_out_of_it(tmp_path: Path, of: int) -> None:
+    places = {str(i): str(tmp_path) for i in range(of)}
+    llama = tiny("llama", "causal_lm", torch.float32)
+    get_peft_model(llama, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    llama = tiny("llama", "causal_lm", torch.float32)
+    llama.config.use_cache = False
+    mixture = XLoraConfig(task_type="CAUSAL_LM", hidden_size=llama.config.hidden_size, xlora_depth=2, adapters=places)
+    with pytest.raises(ConfigurationError, match="X-LoRA") as refused:
+        refuse_adapters_in_part(get_peft_model(llama, mixture))
+    assert "LoRA adapter" in refused.value.fix
+    assert "adapter_name" not in refused.value.fix
+
+
 @pytest.mark.slow
 def test_a_loop_of_ones_own_resumes_an_adapter_of_another_name(tmp_path: Path) -> None:
     whole = adapted("one")
@@ -149,8 +199,8 @@ def test_names_by_which_peft_would_lose_weights_are_refused_before_anything_is_s
 
 @pytest.mark.parametrize(("name", "other"), NAMES)
 def test_other_names_are_not(name: str, other: str | None) -> None:
-    refuse_clashing_names(adapted(name, other))
-    refuse_clashing_names(classifier())
+    refuse_adapters_in_part(adapted(name, other))
+    refuse_adapters_in_part(classifier())
 
 
 class Switch(TrainerCallback):

@@ -1,6 +1,6 @@
 """What a private run cannot honour of a Trainer, or of a loop of one's own, each refused by name."""
 
-from hf_dp.training.refusals.adapters import refuse_clashing_names
+from hf_dp.training.refusals.adapters import refuse_adapters_in_part
 from hf_dp.training.refusals.arguments import private_arguments, refuse_changed_arguments
 from hf_dp.training.refusals.choices import refuse_choices_by_training_data, refuse_told_of_training_data
 from hf_dp.training.refusals.dataset import refuse_dataset
@@ -12,9 +12,9 @@ from hf_dp.training.refusals.surroundings import refuse_other_surroundings, surr
 
 __all__ = [
     "private_arguments",
+    "refuse_adapters_in_part",
     "refuse_changed_arguments",
     "refuse_choices_by_training_data",
-    "refuse_clashing_names",
     "refuse_dataset",
     "refuse_no_output_dir",
     "refuse_optimizer",
