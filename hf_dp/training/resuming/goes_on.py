@@ -12,6 +12,7 @@ from hf_dp.config.target import told
 from hf_dp.errors import BudgetExceededError, LedgerError
 from hf_dp.figures import upper
 from hf_dp.step.plan import Plan
+from hf_dp.training.resuming.output_lock import warn_of_later
 from hf_dp.training.resuming.resume import SavedRun, examples_of, labels_of
 from hf_dp.training.resuming.same_rows import note_rows, warn_of_others_on
 
@@ -57,6 +58,8 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any, 
         found = max(ledger, saved.ledger, key=lambda one: (one.steps, one.charges))
         if saved.seal is not None:
             found.sealed.add(saved.seal)  # where this process begins
+        if saved.checkpoint is not None:
+            warn_of_later(saved.checkpoint, found)
         note_rows(dataset, found)
         return found
     _refuse_made_otherwise(ledger, plan)

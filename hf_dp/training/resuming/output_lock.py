@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_dp.ranks as ranks
+from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
-from hf_dp.errors import ConfigurationError
+from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.hub import RECORD_FILE, PrivacyRecord
+from hf_dp.training.resuming.checkpoints import numbers
+from hf_dp.training.resuming.resume import steps_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,4 +83,24 @@ def warn_of_others(directory: str | Path, privacy: PrivacyConfig) -> None:
             "earlier one, people who are in both have spent both: name it in PrivacyConfig(after=...), for one budget. "
             "Otherwise delete its checkpoints, or take another output_dir: resume_from_checkpoint=True could take one "
             "of them.", str(directory), ", ".join(found),
+        )  # fmt: skip
+
+
+def warn_of_later(checkpoint: str | Path, ledger: Ledger) -> None:
+    """Says that beside the checkpoint that a training goes on from lies what took more private steps than are in its
+    ledger: others that were made after it, or a model that was saved then."""
+    if ranks.rank():
+        return
+    here, folder = Path(checkpoint).absolute(), Path(checkpoint).absolute().parent
+    found = {f"{PREFIX_CHECKPOINT_DIR}-{number}": steps_of(folder, number) for number in sorted(numbers(str(folder)))}
+    with suppress(OSError, LedgerError):
+        found["a saved model"] = PrivacyRecord.from_json((folder / RECORD_FILE).read_bytes()).ledger.steps
+    if more := [f"{name} (of {steps})" for name, steps in found.items() if steps > ledger.steps]:
+        ranks.warn(
+            logger,
+            "%r has %s, of more private steps than %r (of %d), from which this training goes on: what those spent is "
+            "not in its epsilon, and cost nothing only if nobody has seen what came of it. To go on from the newest "
+            "checkpoint, give resume_from_checkpoint=True. Where both are kept, or anyone saw the others, the people "
+            "in the data have spent both; otherwise delete them.", str(folder), ", ".join(more), here.name,
+            ledger.steps,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
@@ -46,6 +47,7 @@ class SavedRun:
         values: checksums of the weights and of the optimizer's state; see `hf_dp.training.resuming.loaded`.
         seal: that it was saved with.
         config: of the record beside it; None if there is none.
+        checkpoint: the folder that it was read from, if it was.
     """
 
     ledger: Ledger
@@ -54,6 +56,7 @@ class SavedRun:
     values: Mapping[str, str] | None = None
     seal: str | None = None
     config: PrivacyConfig | None = None
+    checkpoint: Path | None = None
 
     def record(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What the callback saves, for `read` to find, beside the fields of Trainer's `state`."""
@@ -104,7 +107,7 @@ class SavedRun:
         data, values = (each if isinstance(each, dict) else None for each in (data, values))
         beside, found = Path(checkpoint, RECORD_FILE), found.get("seal")
         config = PrivacyRecord.from_json(beside.read_bytes()).config if beside.is_file() else None
-        return cls(ledger, data, key, values, found if isinstance(found, str) else None, config)
+        return cls(ledger, data, key, values, found if isinstance(found, str) else None, config, Path(checkpoint))
 
     def check(self, promise: Mapping[str, Any], dataset: Any) -> str | None:
         """Refuses to continue under another promise or on other data; gives what could not be compared.
@@ -234,6 +237,20 @@ def examples_of(promise: Mapping[str, Any]) -> str:
         most = f"(column {column}, at most {promise.get('max_examples_per_unit')} examples of each{drawn})"
         return f"units whose number is secret {most}" if n is None else f"{n} units {most}"
     return "examples whose number is secret" if n is None else f"{n} examples"
+
+
+def steps_of(folder: Path, number: int) -> int:
+    """How many private steps the ledger of checkpoint `number` in a folder has; of one that cannot be read its number.
+
+    Nothing of it is checked: it is not gone on from.
+    """
+    try:
+        found: Any = json.loads((folder / f"{PREFIX_CHECKPOINT_DIR}-{number}" / "trainer_state.json").read_bytes())
+        for name in (*_PATH, "ledger"):
+            found = found[name]
+        return Ledger.from_dict(found).steps
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, LedgerError):
+        return number
 
 
 def _no_ledger(what: str) -> LedgerError:

@@ -1,10 +1,11 @@
 """Two trainings in one output directory: the second is refused, one that was killed leaves nothing behind, and one that
-begins anew is told of checkpoints."""
+begins anew, or goes back, is told of checkpoints."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -103,3 +104,54 @@ def test_a_training_that_begins_anew_is_told_of_the_checkpoints_of_another(
     run, _, _ = begun(classifier(), output_dir=tmp_path)
     run.end()
     assert told() == said
+
+
+def goes_on(path: Path) -> Any:
+    """A trainer in a process of its own."""
+    return make(path, privacy=private(seed=None), max_steps=3, save_strategy="steps", save_steps=1)
+
+
+def told_of_more(caplog: pytest.LogCaptureFixture) -> str:
+    found = [one.getMessage() for one in caplog.records if "more private steps" in one.getMessage()]
+    caplog.clear()
+    return "".join(found)
+
+
+@pytest.mark.usefixtures("checked_once")
+def test_a_training_that_goes_back_is_told_of_what_has_more_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those are in no ledger that goes on from before them, and whoever saw what came of them has seen it."""
+    first = goes_on(tmp_path / "out")
+    first.train()
+    first.save_model()
+    one, two = (shutil.copytree(tmp_path / "out", tmp_path / name) for name in ("one", "two"))
+    goes_on(tmp_path / "out").train(resume_from_checkpoint=True)
+    first.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))  # its ledger has them all
+    assert told_of_more(caplog) == ""
+    goes_on(one).train(resume_from_checkpoint=str(one / "checkpoint-1"))
+    said = told_of_more(caplog)
+    assert f"{str(one)!r} has checkpoint-2 (of 2), checkpoint-3 (of 3), a saved model (of 3), of more private" in said
+    assert "steps than 'checkpoint-1' (of 1)" in said
+    for number in (2, 3):
+        shutil.rmtree(two / f"checkpoint-{number}")
+    goes_on(two).train(resume_from_checkpoint=True)
+    assert "has a saved model (of 3), of more private steps than 'checkpoint-1' (of 1)" in told_of_more(caplog)
+
+
+@pytest.mark.usefixtures("checked_once")
+def test_so_is_a_loop_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, optimizer, scheduler = begun(classifier(), private(seed=None), steps=2, output_dir=tmp_path)
+    for batch in run.batches():
+        run.step(batch)
+        optimizer.step()
+        scheduler.step()
+        run.save_checkpoint()
+    for number, said in ((2, ""), (1, "has checkpoint-2 (of 2), of more private steps than 'checkpoint-1' (of 1)")):
+        again, _, _ = begun(
+            classifier(), private(seed=None), tmp_path / f"checkpoint-{number}", steps=2, output_dir=tmp_path
+        )
+        again.end()
+        found = told_of_more(caplog)
+        assert said in found
+        assert bool(said) == bool(found)
