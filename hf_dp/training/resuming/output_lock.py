@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -72,17 +72,24 @@ def alone_in(directory: str | Path) -> Iterator[None]:
 
 
 def warn_of_others(directory: str | Path, privacy: PrivacyConfig) -> None:
-    """Says that there are checkpoints of another training, which one that begins anew has nothing of in its ledger."""
+    """Says that there are checkpoints of another training, or the model that it saved, which one that begins anew has
+    nothing of in its ledger."""
     if privacy.after is not None or privacy.other_people:
         return
-    if found := sorted(path.name for path in Path(directory).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()):
+    found = checkpoints = sorted(
+        path.name for path in Path(directory).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()
+    )
+    if steps := _steps_of_saved(Path(directory)):
+        found = [*checkpoints, f"a saved model (of {steps} steps)"]
+    goes_on = "To go on from there instead, give resume_from_checkpoint=True. " if checkpoints else ""
+    could = ": resume_from_checkpoint=True could take one of them" if checkpoints else ""
+    if found:
         ranks.warn(
             logger,
-            "%r has %s of an earlier training, and this one begins anew: what that one spent is not in its epsilon. To "
-            "go on from there instead, give resume_from_checkpoint=True. Where both are kept, or anyone saw the "
-            "earlier one, people who are in both have spent both: name it in PrivacyConfig(after=...), for one budget. "
-            "Otherwise delete its checkpoints, or take another output_dir: resume_from_checkpoint=True could take one "
-            "of them.", str(directory), ", ".join(found),
+            "%r has %s of an earlier training, and this one begins anew: what that one spent is not in its epsilon. "
+            "%sWhere both are kept, or anyone saw the earlier one, people who are in both have spent both: name it in "
+            "PrivacyConfig(after=...), for one budget. Otherwise delete what it left, or take another output_dir%s.",
+            *(str(directory), ", ".join(found), goes_on, could),
         )  # fmt: skip
 
 
@@ -93,8 +100,7 @@ def warn_of_later(checkpoint: str | Path, ledger: Ledger) -> None:
         return
     here, folder = Path(checkpoint).absolute(), Path(checkpoint).absolute().parent
     found = {f"{PREFIX_CHECKPOINT_DIR}-{number}": steps_of(folder, number) for number in sorted(numbers(str(folder)))}
-    with suppress(OSError, LedgerError):
-        found["a saved model"] = PrivacyRecord.from_json((folder / RECORD_FILE).read_bytes()).ledger.steps
+    found["a saved model"] = _steps_of_saved(folder)
     if more := [f"{name} (of {steps})" for name, steps in found.items() if steps > ledger.steps]:
         ranks.warn(
             logger,
@@ -104,3 +110,11 @@ def warn_of_later(checkpoint: str | Path, ledger: Ledger) -> None:
             "in the data have spent both; otherwise delete them.", str(folder), ", ".join(more), here.name,
             ledger.steps,
         )  # fmt: skip
+
+
+def _steps_of_saved(folder: Path) -> int:
+    """How many private steps the model has that was saved here; 0 if there is none."""
+    try:
+        return PrivacyRecord.from_json((folder / RECORD_FILE).read_bytes()).ledger.steps
+    except (OSError, LedgerError):
+        return 0

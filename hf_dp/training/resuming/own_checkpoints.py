@@ -104,12 +104,10 @@ def found_checkpoint(
     Raises:
         LedgerError: it is not whole, or of those in the output directory none is.
     """
-    if not resume_from:
-        if output_dir is not None:
+    if not resume_from or resume_from is True:
+        newest = newest_whole(str(output_dir)) if resume_from and output_dir is not None else None
+        if newest is None and output_dir is not None:
             warn_of_others(output_dir, privacy)
-        return None
-    if resume_from is True:
-        newest = None if output_dir is None else newest_whole(str(output_dir))
         return None if newest is None else Path(newest)
     path = Path(resume_from)
     if ranks.rank() == 0:

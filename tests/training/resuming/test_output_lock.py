@@ -18,7 +18,7 @@ from hf_dp.training.resuming import output_lock
 from hf_dp.training.resuming.output_lock import alone_in
 from tests.crashes import ended, forked
 from tests.training.own_loops import begun
-from tests.training.workbench import classifier, make, private
+from tests.training.workbench import classifier, make, private, saved_by
 
 
 def test_the_lock_of_another_process_holds_until_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +104,21 @@ def test_a_training_that_begins_anew_is_told_of_the_checkpoints_of_another(
     run, _, _ = begun(classifier(), output_dir=tmp_path)
     run.end()
     assert told() == said
+
+
+@pytest.mark.usefixtures("checked_once")
+def test_and_of_a_model_that_one_has_saved_without_any(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved_by(tmp_path, privacy=private(seed=None), max_steps=1)
+    caplog.clear()
+    make(tmp_path, privacy=private(seed=None), max_steps=1).train()
+    said = "has a saved model (of 1 steps) of an earlier training, and this one begins anew"
+    assert said in caplog.text
+    assert "resume_from_checkpoint" not in caplog.text
+    for resume in (None, True):
+        caplog.clear()
+        run, _, _ = begun(classifier(), private(seed=None), resume, output_dir=tmp_path)
+        run.end()
+        assert said in caplog.text
 
 
 def goes_on(path: Path) -> Any:
