@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from hf_dp.disk import flush, full_disk_is_named
@@ -71,25 +72,46 @@ def saved_aside(directory: str | os.PathLike[str]) -> Iterator[Path]:
     earlier record names and that were not saved again go with it. An error leaves `directory` as it was.
 
     Raises:
-        ConfigurationError: something else has the name of what is written.
+        ConfigurationError: something else has the name of what is written, or another process saves here too.
         OSError: with the disk's name, where it is full.
     """
     directory = Path(directory)
-    folder = directory / _ASIDE
+    # No two of a name: a record never gets the digests of what another process writes meanwhile.
+    aside, name = directory / _ASIDE, secrets.token_hex(8)
+    folder, here = aside / name, aside / f"{name}.here"
     with _ONE_AT_A_TIME, full_disk_is_named(directory, "What was saved here before is as it was."):
         refuse_in_the_way(directory)
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed, or that is told so
         folder.mkdir(parents=True)
+        here.touch()
         try:
             # PEFT, and this package, write into a card that is there.
             card = directory / CARD_FILE
             if card.is_file() and (bare := without_claim(card.read_bytes())) is not None:
                 (folder / CARD_FILE).write_bytes(bare)
             yield folder
+            _refuse_taken_away(here)
             flush(folder)
             _move(folder, directory)
+        except FileNotFoundError:
+            _refuse_taken_away(here)
+            raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            here.unlink(missing_ok=True)
+            with suppress(OSError):  # that of another process is in it
+                aside.rmdir()
+
+
+def _refuse_taken_away(here: Path) -> None:
+    """Refuses to go on where another process has cleared away what was written (`here` is never written again)."""
+    if not here.exists():
+        raise ConfigurationError(
+            f"another process saves a model into {str(here.parent.parent)!r} at the same time.",
+            why="weights of one would lie beside the record of the other.",
+            fix="give each a folder of its own, and save again; processes that train together need one process group "
+            "(torchrun, accelerate launch), of which the first one saves.",
+        )
 
 
 def refuse_in_the_way(directory: str | os.PathLike[str], *folders: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import TrainerCallback
 
-from hf_dp.hub import verify
+from hf_dp.errors import ConfigurationError
+from hf_dp.hub import PrivacyRecord, model_files, saved_aside, verify
 from tests.hub.server import Hub
 from tests.hub.test_publish import MODEL, NAME, TOKENIZER, trainer
 
@@ -118,3 +120,51 @@ def test_of_what_a_tokenizer_saves_all_goes_with_the_model_or_is_said(tmp_path: 
     assert set(texts) < set(json.loads((tmp_path / "privacy.json").read_text())["files"])
     assert "never published, as such files could hold private data: vocab.pkl, words.txt." in caplog.text
     assert "words.txt" not in str([check for check in verify(tmp_path).checks if not check.passed])
+
+
+def test_of_two_processes_that_save_into_one_folder_none_claims_the_weights_of_the_other(tmp_path: Path) -> None:
+    """As it is where each process of several trains alone, by mistake."""
+    before = Path(__file__).parent / "version1"
+    read = PrivacyRecord.from_json
+    records = [read(read((before / name / "privacy.json").read_bytes()).to_json()) for name in ("plain", "adafest")]
+
+    def write(folder: Path, number: int) -> None:
+        folder.mkdir(exist_ok=True)  # as `save_pretrained`
+        (folder / "model.safetensors").write_text(str(number))
+
+    def claim(folder: Path, number: int) -> None:
+        record = records[number].with_files(folder, model_files(folder))
+        (folder / "privacy.json").write_text(record.to_json())
+
+    # Of one thread none waits for the other, as of two processes.
+    saves = [saved_aside(tmp_path), saved_aside(tmp_path)]
+    folders = []
+    for number, save in enumerate(saves):
+        folders.append(save.__enter__())
+        write(folders[number], number)
+    with suppress(FileNotFoundError):
+        claim(folders[0], 0)
+    with pytest.raises(ConfigurationError, match="another process saves a model"):
+        saves[0].__exit__(None, None, None)
+    claim(folders[1], 1)
+    saves[1].__exit__(None, None, None)
+    assert (tmp_path / "model.safetensors").read_text() == "1"
+    record = PrivacyRecord.from_json((tmp_path / "privacy.json").read_bytes())
+    assert record == records[1].with_files(tmp_path, ["model.safetensors"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "privacy.json"]
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_what_another_process_cleared_away_is_not_saved_by_halves(tmp_path: Path, is_made_again: bool) -> None:
+    def save() -> None:
+        with saved_aside(tmp_path) as folder:
+            (folder / "model.safetensors").write_text("")
+            with saved_aside(tmp_path) as other:
+                (other / "config.json").write_text("{}")
+            if is_made_again:
+                folder.mkdir(parents=True)  # as by `save_pretrained`
+            (folder / "tokenizer.json").write_text("{}")
+
+    with pytest.raises(ConfigurationError, match="another process saves a model"):
+        save()
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
