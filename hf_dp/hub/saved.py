@@ -103,6 +103,18 @@ def saved_aside(directory: str | os.PathLike[str]) -> Iterator[Path]:
                 aside.rmdir()
 
 
+def broken_off(directory: str | os.PathLike[str]) -> bytes | None:
+    """The record of a save that was killed when weights of it had moved into `directory`, and the record not; None if
+    there is none: until then the weights there are those that lay there before."""
+    aside = Path(directory, _ASIDE)
+    for path in [*aside.glob(RECORD_FILE), *aside.glob(f"*/{RECORD_FILE}")]:
+        with suppress(OSError, LedgerError):
+            weights = PrivacyRecord.from_json(text := path.read_bytes()).weights
+            if not all((path.parent / name).is_file() for name in weights):
+                return text
+    return None
+
+
 def _refuse_taken_away(here: Path) -> None:
     """Refuses to go on where another process has cleared away what was written (`here` is never written again)."""
     if not here.exists():

@@ -18,6 +18,7 @@ from hf_dp.config.after import places_of
 from hf_dp.errors import LedgerError
 from hf_dp.hub.earlier import has_all_of, records
 from hf_dp.hub.record import FORMAT, RECORD_FILE, PrivacyRecord, sha256_of_record
+from hf_dp.hub.saved import broken_off
 from hf_dp.step.plan import Plan
 from hf_dp.step.written import stepped_by
 
@@ -50,6 +51,9 @@ def refuse_unsaid_origin(model: nn.Module, own: Ledger, saved: object | None, pl
         return
     names = sorted(set(_places(model, frozen_alone=saved is not None)))
     for named, place in [(name, place) for name in names for place in _with_records(name)]:
+        if not os.path.isfile(os.path.join(place, RECORD_FILE)):
+            _refuse_broken_off(place, own)
+            continue
         if _is_no_record(text := Path(place, RECORD_FILE).read_bytes()):
             continue
         ledger = _ledger_of(text, place)
@@ -205,6 +209,21 @@ def _ledger_of(text: bytes, place: str) -> Ledger:
         ) from error
 
 
+def _refuse_broken_off(place: str, own: Ledger) -> None:
+    """Refuses weights that a save has put there which was killed before their record was beside them."""
+    text = broken_off(place)
+    if text is None or has_all_of(own, ledger := PrivacyRecord.from_json(text).ledger):
+        return
+    raise LedgerError(
+        f"the model was read from {place!r}, where a private training of {ledger.steps} steps was saving it, and was "
+        f"broken off before {RECORD_FILE} was there.",
+        why="for people in both data sets both cost more than this one alone, which is all that its report and its "
+        "card would tell.",
+        fix="go on from a checkpoint of that training and save it again, and give PrivacyConfig(after=...) with that "
+        f"folder; or, {_OTHERS}.",
+    )
+
+
 def _is_no_record(text: bytes) -> bool:
     """Of whole JSON that says of itself that it is something else; what cannot be read may be a record."""
     try:
@@ -217,7 +236,7 @@ def _is_no_record(text: bytes) -> bool:
 def _with_records(place: str) -> list[str]:
     """A folder with a record that a model of this name may have been read from, by `subfolder` too."""
     # Of names that no file can have too it says no more than that there is none.
-    if os.path.isfile(os.path.join(place, RECORD_FILE)):
+    if os.path.isfile(os.path.join(place, RECORD_FILE)) or (os.path.isdir(place) and broken_off(place)):
         return [place]
     if not os.path.isdir(place) or os.path.isfile(os.path.join(place, CONFIG_NAME)):
         return []

@@ -20,6 +20,7 @@ from hf_dp.hub.record import PrivacyRecord
 from hf_dp.step.plan import Plan
 from hf_dp.training.resuming.copies import few_of
 from hf_dp.training.resuming.origin import covers, refuse_unsaid_origin, warn_of_origin
+from tests.crashes import killed_everywhere
 from tests.training.workbench import classifier, make, trained
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -90,6 +91,38 @@ def test_what_a_trainer_saved_itself_is_no_training_before(two: list[Any], tmp_p
         refuse_unsaid_origin(read(trainer.args.output_dir), trainer.ledger, None, plan(tmp_path))
     with pytest.raises(LedgerError, match="the model was read from"):
         refuse_unsaid_origin(read(two[0].args.output_dir), two[1].ledger, None, plan(tmp_path))
+
+
+@pytest.mark.slow
+def test_weights_of_a_save_that_was_killed_are_known_without_their_record(two: list[Any], tmp_path: Path) -> None:
+    folder, model, seen = tmp_path / "saved", classifier(), []
+    folder.mkdir()
+    model.save_pretrained(folder)
+    public, model.config._name_or_path = (folder / "model.safetensors").read_bytes(), str(folder)
+    ask = plan(tmp_path / "new")
+    for _ in killed_everywhere(folder, lambda: two[0].save_model(str(folder))):
+        if (folder / "model.safetensors").read_bytes() == public:
+            refuse_unsaid_origin(model, Ledger(), None, ask)
+            continue
+        seen.append((folder / "privacy.json").exists())
+        said = "saved it" if seen[-1] else "a private training of 1 steps was saving it"
+        with pytest.raises(LedgerError, match=said):
+            refuse_unsaid_origin(model, Ledger(), None, ask)
+    assert {*seen} == {False, True}
+
+
+def test_a_save_that_was_broken_off_is_said_with_what_to_do(first: Path, tmp_path: Path) -> None:
+    model, aside = classifier(), tmp_path / "saved" / "_saving-model"
+    shutil.copytree(first, tmp_path / "saved")
+    for folder in (aside / "0", aside):  # and as versions before left it
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.mkdir(parents=True)
+        shutil.copy(first / "privacy.json", folder)
+        (tmp_path / "saved" / "privacy.json").unlink(missing_ok=True)
+        model.config._name_or_path = str(tmp_path / "saved")
+        with pytest.raises(LedgerError, match="was saving it, and was broken off") as refusal:
+            refuse_unsaid_origin(model, Ledger(), None, plan(tmp_path / "new"))
+        assert "save it again" in str(refusal.value)
 
 
 def test_a_file_of_somebody_elses_is_no_record_and_a_damaged_one_may_be(first: Path, tmp_path: Path) -> None:
