@@ -16,6 +16,7 @@ import hf_dp.ranks as ranks
 from hf_dp.accounting.earlier import Earlier, check_same_people
 from hf_dp.agreement import agree, warn_if_alone
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.after import places_of
 from hf_dp.config.asked import asked, promised
 from hf_dp.config.secret import check_given_size
 from hf_dp.config.units import drawn_are
@@ -25,7 +26,7 @@ from hf_dp.data.overlapping_rows import warn_of_windows
 from hf_dp.data.repeated import warn_of_repeated
 from hf_dp.data.several_texts import warn_of_pieces
 from hf_dp.errors import ConfigurationError
-from hf_dp.hub import read_earlier
+from hf_dp.hub import PrivacyRecord, read_earlier
 from hf_dp.hub.earlier import check_other_people, trainings
 from hf_dp.parts.table import settled
 from hf_dp.randomness import Entropy
@@ -34,6 +35,7 @@ from hf_dp.sampling.table import sampler_of
 from hf_dp.step.plan import Plan
 from hf_dp.training.described import described_data, described_model, described_setup
 from hf_dp.training.refusals import refuse_dataset
+from hf_dp.training.resuming.output_lock import warn_of_later_than_before
 from hf_dp.units.rows import UnitRows, taken, without_column
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,10 @@ def check_privacy(privacy: object) -> None:
 def records_before(privacy: PrivacyConfig) -> tuple[str, ...]:
     """The records of the trainings before, as `read_earlier` finds them, on the first rank; `planned` brings them to
     the others, which may not see where they lie. Raises as it does."""
-    return read_earlier(privacy.after) if ranks.rank() == 0 else ()
+    found = read_earlier(privacy.after) if ranks.rank() == 0 else ()
+    for place, text in zip(places_of(privacy.after), found, strict=False):
+        warn_of_later_than_before(place, PrivacyRecord.from_json(text).ledger)
+    return found
 
 
 def trainings_before(privacy: PrivacyConfig) -> tuple[Earlier, ...]:

@@ -15,7 +15,7 @@ from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import RECORD_FILE, PrivacyRecord
-from hf_dp.training.resuming.checkpoints import numbers
+from hf_dp.training.resuming.checkpoints import NUMBERED, numbers
 from hf_dp.training.resuming.resume import steps_of
 
 logger = logging.getLogger(__name__)
@@ -96,20 +96,42 @@ def warn_of_others(directory: str | Path, privacy: PrivacyConfig) -> None:
 def warn_of_later(checkpoint: str | Path, ledger: Ledger) -> None:
     """Says that beside the checkpoint that a training goes on from lies what took more private steps than are in its
     ledger: others that were made after it, or a model that was saved then."""
-    if ranks.rank():
-        return
-    here, folder = Path(checkpoint).absolute(), Path(checkpoint).absolute().parent
-    found = {f"{PREFIX_CHECKPOINT_DIR}-{number}": steps_of(folder, number) for number in sorted(numbers(str(folder)))}
-    found["a saved model"] = _steps_of_saved(folder)
-    if more := [f"{name} (of {steps})" for name, steps in found.items() if steps > ledger.steps]:
+    here = Path(checkpoint).absolute()
+    if more := _with_more_steps(here.parent, ledger):
         ranks.warn(
             logger,
             "%r has %s, of more private steps than %r (of %d), from which this training goes on: what those spent is "
             "not in its epsilon, and cost nothing only if nobody has seen what came of it. To go on from the newest "
             "checkpoint, give resume_from_checkpoint=True. Where both are kept, or anyone saw the others, the people "
-            "in the data have spent both; otherwise delete them.", str(folder), ", ".join(more), here.name,
-            ledger.steps,
-        )  # fmt: skip
+            "in the data have spent both; otherwise delete them.",
+            *(str(here.parent), more, here.name, ledger.steps),
+        )
+
+
+def warn_of_later_than_before(after: str, ledger: Ledger) -> None:
+    """Says that a training before went on after the record of it that a promise names.
+
+    Args:
+        after: where that lies.
+        ledger: of that record.
+    """
+    here = Path(after).absolute()
+    folder = here.parent if NUMBERED.fullmatch(here.name) else here
+    if folder.is_dir() and (more := _with_more_steps(folder, ledger)):
+        ranks.warn(
+            logger,
+            "%r has %s, of more private steps than %r (of %d), which after= names: what those spent is not in the "
+            "epsilon of both. If they are kept, or anyone saw them, name the newest; otherwise delete them.",
+            *(str(folder), more, here.name, ledger.steps),
+        )
+
+
+def _with_more_steps(folder: Path, ledger: Ledger) -> str:
+    if ranks.rank():
+        return ""
+    found = {f"{PREFIX_CHECKPOINT_DIR}-{number}": steps_of(folder, number) for number in sorted(numbers(str(folder)))}
+    found["a saved model"] = _steps_of_saved(folder)
+    return ", ".join(f"{name} (of {steps})" for name, steps in found.items() if steps > ledger.steps)
 
 
 def _steps_of_saved(folder: Path) -> int:

@@ -170,3 +170,21 @@ def test_so_is_a_loop_of_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         found = told_of_more(caplog)
         assert said in found
         assert bool(said) == bool(found)
+
+
+@pytest.mark.usefixtures("checked_once")
+def test_of_a_training_before_that_went_on_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A record in the middle of a training has none of the steps that were made after it."""
+    first = goes_on(tmp_path / "first")
+    first.train()
+    first.save_model()
+    for name, said in (("", ""), ("checkpoint-3", ""), ("checkpoint-2", "checkpoint-3 (of 3), a saved model (of 3)")):
+        place = tmp_path / "first" / name
+        caplog.clear()
+        make(tmp_path / "second", privacy=private(seed=None, after=str(place)), max_steps=1)
+        found = told_of_more(caplog)
+        assert bool(said) == bool(found)
+        assert f"{said}, of more private steps than {place.name!r} (of 2), which after= names" in found or not said
+    shutil.copytree(tmp_path / "first" / "checkpoint-1", tmp_path / "first", dirs_exist_ok=True)
+    make(tmp_path / "second", privacy=private(seed=None, after=str(tmp_path / "first")), max_steps=1)
+    assert "checkpoint-2 (of 2), checkpoint-3 (of 3), of more private steps than 'first' (of 1)" in told_of_more(caplog)
