@@ -17,6 +17,7 @@ from hf_dp.accounting.release import GRADIENT, Release, check_label
 from hf_dp.config import AccountantName
 from hf_dp.config.clipping import ClippingName, are_budgets, clipping_in_words
 from hf_dp.config.computed import NoiseName
+from hf_dp.config.plain import values_or_error
 from hf_dp.config.ranges import is_count, is_number, is_one_of
 from hf_dp.config.target import AT_FPR, is_target_tpr
 from hf_dp.errors import damaged
@@ -131,11 +132,8 @@ class PrivacyReport:
     @classmethod
     def from_json(cls, text: str) -> PrivacyReport:
         """The inverse of `to_json`. Raises `LedgerError` for anything else."""
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            values = f"{error}: {text[:100]}"
-        return cls.from_dict(values)
+        values = values_or_error(text)
+        return cls.from_dict(f"{values}: {text[:100]}" if isinstance(values, Exception) else values)
 
     def __str__(self) -> str:
         budget = "" if self.target_epsilon is None else f" of a budget of {self.target_epsilon:g}"

@@ -84,6 +84,17 @@ def test_text_that_is_no_report_is_refused(text):
         PrivacyReport.from_json(text)
 
 
+def test_a_report_that_readers_would_read_in_two_ways_is_refused(report: PrivacyReport) -> None:
+    text = report.to_json()
+    steps = f'"steps": {report.steps}'
+    assert steps in text
+    for changed in (f'{steps}, "st\\u0065ps": {report.steps}', '"steps": ' + "9" * 5000):
+        with pytest.raises(LedgerError, match="not a privacy report"):
+            PrivacyReport.from_json(text.replace(steps, changed))
+    with pytest.raises(LedgerError, match="not a privacy report"):
+        PrivacyReport.from_json("[" * 100_000)
+
+
 def test_what_equal_widths_meet_is_no_caveat_but_of_trainings_before() -> None:
     told = {
         (widths, before): MANY_ALIKE in standard_caveats(withholds_logs=True, equal_widths=widths, goes_on=before)
