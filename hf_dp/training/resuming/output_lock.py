@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
+from hf_dp.config.after import places_of
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import RECORD_FILE, PrivacyRecord
 from hf_dp.training.resuming.checkpoints import NUMBERED, numbers
@@ -74,7 +76,9 @@ def alone_in(directory: str | Path) -> Iterator[None]:
 def warn_of_others(directory: str | Path, privacy: PrivacyConfig) -> None:
     """Says that there are checkpoints of another training, or the model that it saved, which one that begins anew has
     nothing of in its ledger."""
-    if privacy.after is not None or privacy.other_people:
+    here = os.path.realpath(directory)
+    named = [os.path.realpath(place) for place in places_of(privacy.after)]
+    if privacy.other_people or any(here in (place, os.path.dirname(place)) for place in named):
         return
     found = checkpoints = sorted(
         path.name for path in Path(directory).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()

@@ -133,6 +133,21 @@ def told_of_more(caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.usefixtures("checked_once")
+def test_and_where_the_promise_names_a_training_from_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, here = saved_by(tmp_path / "before", privacy=private(seed=None), max_steps=1), tmp_path / "here"
+    values: dict[str, Any] = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    said = list[bool]()
+    for after in (before, before, [before, here / "checkpoint-1"]):
+        caplog.clear()
+        places = [str(place) for place in after] if isinstance(after, list) else str(after)
+        make(here, privacy=private(seed=None, after=places), **values).train()
+        said.append("has checkpoint-1 of an earlier training, and this one begins anew" in caplog.text)
+    assert said == [False, True, False]
+
+
+@pytest.mark.usefixtures("checked_once")
 def test_a_training_that_goes_back_is_told_of_what_has_more_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
