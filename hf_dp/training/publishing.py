@@ -28,7 +28,15 @@ from hf_dp.hub import (
 from hf_dp.hub.about import RESULTS
 from hf_dp.training.resuming.resume import STATE_KEY
 from hf_dp.training.runs import RunsMixin
-from hf_dp.training.saving import can_save_itself, claim, refuse_unclaimed, say_once, with_each_once, write_claim
+from hf_dp.training.saving import (
+    can_save_itself,
+    claim,
+    refuse_unclaimed,
+    say_once,
+    warn_of_no_record,
+    with_each_once,
+    write_claim,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +62,8 @@ class PublishingMixin(RunsMixin):
         if plugin is not None:
             ranks.warn_of_missing(logger, "save_model()")
         record = claim(self._plan, self.ledger) if saves and self._plan is not None else None
+        if self._plan is None:
+            warn_of_no_record(self.model)
         if saves and directory == Path(str(self.args.output_dir)):
             self._finish_current_push()  # it reads the files that are about to be replaced
         with saved_aside(directory) if saves else nullcontext(directory) as aside:

@@ -21,7 +21,8 @@ from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_record, sha256_of_text
 from hf_dp.step.plan import Plan
 from hf_dp.training.adapters import has_adapters, states_of_adapters
-from hf_dp.training.resuming.copies import refuse_moved
+from hf_dp.training.resuming.copies import refuse_moved, were_left
+from hf_dp.training.resuming.origin import places_with_records
 from hf_dp.training.resuming.resume import has_changed_since
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,21 @@ def with_each_once(state: Mapping[str, Any]) -> dict[str, Any]:
         out[name] = value.clone(memory_format=torch.contiguous_format) if is_part else value.contiguous()
         storages.add(place)
     return out
+
+
+def warn_of_no_record(model: Any) -> None:
+    """Says that a trainer which has trained nothing saves weights that a private training made, and no record."""
+    if states_of_adapters(model) is not None:
+        return
+    places = [repr(place) for place in places_with_records(model)]
+    if places or were_left(model):
+        ranks.warn(
+            logger,
+            "Saved without a record: this trainer has not trained, and the weights came from %s. Whoever trains them "
+            "on from here is not asked for what they cost people who are in both data sets. Save them with the trainer "
+            "that trained them, or copy the folder that it saved.",
+            places[0] if places else "a private training in this process",
+        )
 
 
 @functools.cache

@@ -237,6 +237,11 @@ def refuse_copies(model: nn.Module, trainer: object, saved: Saved | None, plan: 
         )
 
 
+def were_left(model: nn.Module) -> bool:
+    """Whether a private training of this process has left some of these weights, in whatever model they were then."""
+    return bool(_LEFT) and any(_LEFT.get(_known(p)) for p in model.parameters())  # type: ignore[arg-type]
+
+
 def _is_of(saved: Saved, ledger: Ledger) -> bool:
     return saved.seal in ledger.sealed or ranks.rank() != 0
 

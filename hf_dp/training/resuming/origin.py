@@ -171,6 +171,11 @@ def _warn_of_gone(model: nn.Module, plan: Plan) -> None:
         )  # fmt: skip
 
 
+def places_with_records(model: nn.Module) -> list[str]:
+    """The folders that a model was read from where a private training has saved one."""
+    return sorted({place for name in set(_places(model, frozen_alone=False)) for place in _with_records(name)})
+
+
 def _is_charged(digest: str, plan: Plan) -> bool:
     return any(sha256_of_record(one) == digest for one in records(plan.earlier))
 

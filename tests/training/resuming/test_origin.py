@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,25 @@ def test_what_a_trainer_saved_itself_is_no_training_before(two: list[Any], tmp_p
         refuse_unsaid_origin(read(trainer.args.output_dir), trainer.ledger, None, plan(tmp_path))
     with pytest.raises(LedgerError, match="the model was read from"):
         refuse_unsaid_origin(read(two[0].args.output_dir), two[1].ledger, None, plan(tmp_path))
+
+
+def test_weights_that_a_trainer_saves_without_their_record_are_said(
+    first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by one that only evaluates: where they are read again nobody would ask whose data is in them."""
+
+    def told(model: Any) -> list[str]:
+        caplog.clear()
+        make(tmp_path / "new", model, given()).save_model(str(tmp_path / "saved"))
+        assert not (tmp_path / "saved" / "privacy.json").exists()
+        return [one.getMessage() for one in caplog.records if "without a record" in one.getMessage()]
+
+    assert told(classifier()) == []
+    (said,) = told(read(first))
+    assert f"came from {str(first)!r}" in said
+    (said,) = told(copy.deepcopy(trained(tmp_path / "here", privacy=given(), max_steps=1).model))
+    assert "came from a private training in this process" in said
+    assert told(lora(read(first))) == []  # of which the adapter alone is saved
 
 
 @pytest.mark.slow
