@@ -65,9 +65,7 @@ class CheckpointMixin(_Base):
             # Where there is none at all, Trainer says so.
             resume_from_checkpoint = newest_whole(str(self.args.output_dir)) or True
         elif resume_from_checkpoint:
-            if ranks.rank() == 0:
-                finish(os.path.dirname(os.path.abspath(resume_from_checkpoint)))
-            ranks.wait()
+            finish_for(resume_from_checkpoint, self.args.output_dir)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -175,6 +173,15 @@ def finish(run_dir: str) -> None:
     with contextlib.suppress(OSError):  # files of a file browser or of NFS
         whole.rmdir()
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def finish_for(checkpoint: str | os.PathLike[str], output_dir: str | os.PathLike[str] | None) -> None:
+    """`finish` where a checkpoint lies that is named; where another training may be at work, for that one alone."""
+    folder, name = os.path.split(os.path.abspath(checkpoint))
+    is_own = output_dir is not None and os.path.realpath(output_dir) == os.path.realpath(folder)
+    if ranks.rank() == 0 and (is_own or os.path.isdir(os.path.join(folder, _WHOLE, name))):
+        finish(folder)
+    ranks.wait()
 
 
 def newest_whole(output_dir: str) -> str | None:

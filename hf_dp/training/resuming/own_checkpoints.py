@@ -20,7 +20,7 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.errors import LedgerError
 from hf_dp.training.adapters import has_adapters, is_mixed, read_adapters
 from hf_dp.training.generators import file_of_this_rank, read_generators, save_generators
-from hf_dp.training.resuming.checkpoints import STATE_FILE, clear, finish, newest_whole, put_in_place, written_aside
+from hf_dp.training.resuming.checkpoints import STATE_FILE, clear, finish_for, newest_whole, put_in_place, written_aside
 from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
 from hf_dp.training.resuming.output_lock import warn_of_others
 from hf_dp.training.resuming.renamed import read_renamed
@@ -110,9 +110,7 @@ def found_checkpoint(
             warn_of_others(output_dir, privacy)
         return None if newest is None else Path(newest)
     path = Path(resume_from)
-    if ranks.rank() == 0:
-        finish(str(path.absolute().parent))
-    ranks.wait()
+    finish_for(path, output_dir)
     refuse_half(str(path))
     return path
 

@@ -310,6 +310,23 @@ def test_a_renaming_that_was_broken_off_is_finished(checkpointed: Path, tmp_path
     assert digests(path) == digests(checkpointed)
 
 
+def test_what_another_training_is_writing_is_left_where_one_goes_on_from_its_checkpoint(
+    checkpointed: Path, tmp_path: Path
+) -> None:
+    path, older = copied(checkpointed, tmp_path), f"checkpoint-{SAVED}"
+    for folder in ("_saved", "_saving"):
+        (path / folder).mkdir()
+    (path / "_saved" / ".nfs01").touch()  # as file systems leave it, so that it stays
+    (path / "_saving" / "checkpoint-9").mkdir()
+    assert found_checkpoint(path / older, tmp_path / "new", private()) == path / older
+    assert (path / "_saving" / "checkpoint-9").exists()
+    (path / older).rename(path / "_saved" / older)
+    assert found_checkpoint(path / older, tmp_path / "new", private()) == path / older
+    (path / "_saving" / "checkpoint-9").mkdir(parents=True)
+    found_checkpoint(path / older, path, private())
+    assert not (path / "_saving").exists(), "one's own"
+
+
 @pytest.mark.slow
 def test_of_two_trainings_in_turns_the_refusal_names_the_checkpoints_of_this_one(tmp_path: Path) -> None:
     path = tmp_path / "out"
