@@ -33,8 +33,8 @@ def refuse_adapters_in_part(model: Any) -> None:
         )
     if names := _unsaved(model):
         raise ConfigurationError(
-            f"{names[0]}{f' ({len(names)} such parameters)' if len(names) > 1 else ''} is trained, and PEFT does not "
-            "save it.",
+            f"{names[0]}{f' ({len(names)} such parameters)' if len(names) > 1 else ''}"
+            " is trained, and PEFT does not save it.",
             why="what is saved of a PEFT model is its adapters: what was paid for the others would be lost, and no "
             "checkpoint could be gone on from.",
             fix=f"name the modules in the adapter's config, LoraConfig(modules_to_save=[{_module_of(names[0])!r}]), "
