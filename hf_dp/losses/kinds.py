@@ -14,6 +14,7 @@ from hf_dp.errors import UnsupportedModelError
 SAY_IT = "override DPTrainer.compute_per_example_loss(model, inputs), or give PrivateRun(loss=...)"
 SHIFTED = "causal_lm"
 TOKENWISE = "token"
+SEGMENTATION = "semantic_segmentation"
 
 
 @functools.cache
@@ -30,6 +31,7 @@ def _heads() -> tuple[tuple[str, tuple[str, ...], Mapping[str, str | Sequence[st
         ("classification", ("ForImageClassification",), auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
         ("classification", ("ForAudioClassification",), auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES),
         ("classification", ("ForVideoClassification",), auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES),
+        (SEGMENTATION, ("ForSemanticSegmentation",), auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES),
         ("multiple_choice", ("ForMultipleChoice",), auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
         ("ctc", ("ForCTC",), auto.MODEL_FOR_CTC_MAPPING_NAMES),
         # With and without an encoder: what hears, and what sees, is often a decoder.
@@ -57,7 +59,7 @@ def _of_class(name: str) -> str | None:
 
 def loss_kind(model: nn.Module) -> str:
     """Which loss `model` is trained with: "causal_lm", "token", "classification", "question_answering",
-    "multiple_choice" or "ctc".
+    "multiple_choice", "ctc" or "semantic_segmentation".
 
     Raises:
         UnsupportedModelError: none of them.

@@ -157,7 +157,7 @@ def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         return named(model(**batch), "loss")
     except (HfDpError, torch.OutOfMemoryError):
         raise
-    except (ValueError, TypeError, LookupError, RuntimeError) as error:
+    except (ValueError, TypeError, LookupError, NameError, RuntimeError) as error:
         name, problem = type(base_model(model)).__name__, f"{type(error).__name__}: {error}"
         raise UnsupportedModelError(
             f"{name} cannot compute its own loss of one example ({problem}).",

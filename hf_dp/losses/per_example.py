@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dp.losses.heads import classification, ctc_losses, labels_of, question_answering, refuse_smoothing
-from hf_dp.losses.kinds import SHIFTED, TOKENWISE, base_model, has_decoder, is_encoder, loss_kind
+from hf_dp.losses.kinds import SEGMENTATION, SHIFTED, TOKENWISE, base_model, has_decoder, is_encoder, loss_kind
 from hf_dp.losses.outputs import logits_of
+from hf_dp.losses.pixels import segmentation
 from hf_dp.losses.tokens import IGNORED, accurate, token_losses
 
 
@@ -28,8 +29,8 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
         label_smoothing: as `TrainingArguments.label_smoothing_factor`.
 
     Returns:
-        (B,) float32 (float64 for float64 logits): the mean over the example's own labelled positions for token
-        losses, 0 where it has none; of other losses 0 where an example is `left_out`.
+        (B,) float32 (float64 for float64 logits): the mean over the example's own labelled positions, or pixels, for
+        losses of each, 0 where it has none; of other losses 0 where an example is `left_out`.
 
     Raises:
         ConfigurationError: the batch has no labels.
@@ -54,6 +55,9 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     elif kind == "ctc":
         refuse_smoothing(label_smoothing, "connectionist temporal classification")
         losses = ctc_losses(base, inputs, logits, labels)
+    elif kind == SEGMENTATION:
+        refuse_smoothing(label_smoothing, "semantic segmentation")
+        losses = segmentation(logits, labels, base.config)
     else:
         losses = classification(logits, labels, base.config, label_smoothing)
     return losses if is_left_out is None else losses.masked_fill(is_left_out, 0.0)
