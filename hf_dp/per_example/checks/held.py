@@ -17,7 +17,19 @@ from torch.utils.data import Dataset
 
 import hf_dp.per_example.checks.values as _values
 from hf_dp.per_example.checks.named import is_own, named_in, placed
-from hf_dp.per_example.checks.values import BIG, COPIED, NOTHING, SCALARS, SERIES, copied, copied_within, refill, same
+from hf_dp.per_example.checks.values import (
+    BIG,
+    COPIED,
+    NOTHING,
+    SCALARS,
+    SERIES,
+    UNSEEN_WITHIN,
+    Which,
+    copied,
+    copied_within,
+    refill,
+    same,
+)
 
 Place = tuple[str, Any]
 _OF_NAMES: tuple[type, ...] = (dict, types.SimpleNamespace, UserDict, UserList, ChainMap)
@@ -32,7 +44,7 @@ ENTRIES, ITEMS = 4096, 64
 _HOLDERS, _DEPTH = 256, 4
 # Of one dict, which may be all data, so many numbers.
 _NUMBERS = 1 << 24
-_OTHER, _SCALAR, _COPIED, _HOLDER, _CLASS = range(5)
+_OTHER, _SCALAR, _COPIED, _HOLDER, _CLASS, _WHICH = range(6)
 _roles: dict[type, int] = {}
 
 
@@ -47,7 +59,7 @@ class Held:
     Attributes:
         values: copies of numbers, words, tensors, arrays, and series and sets of these, by place.
         owners: what holds them, by name.
-        holders: places of what holds others.
+        holders: by place, what holds others, or is what may be called: by which it is (see `Which`).
         entered: (its name, a holder, how deep it lies) of all that were looked into.
         kinds: their classes, and those that these inherit from.
     """
@@ -55,7 +67,7 @@ class Held:
     def __init__(self, roots: Iterable[tuple[str, Any]], unread: Container[Place] = ()) -> None:
         self.values: dict[Place, Any] = {}
         self.owners: dict[str, Any] = dict(roots)
-        self.holders: dict[Place, None] = {}
+        self.holders: dict[Place, Which] = {}
         self._unread, self._seen = unread, set(map(id, self.owners.values()))
         self._kinds: dict[type, None] = {}
         self.entered = list[tuple[str, Any, int]]()
@@ -84,11 +96,13 @@ class Held:
                     self.values[path, name] = value
                     continue
                 within = f"{path}.{name}" if path else str(name)
-                if role == _CLASS:
+                if role in (_CLASS, _WHICH):
                     self._note_class(value)
+                    if not isinstance(getattr(value, "__self__", None), Tensor):  # whose graph would be held
+                        self.holders[path, name] = Which(value)
                     continue
                 if role == _HOLDER:
-                    self.holders[path, name] = None
+                    self.holders[path, name] = Which(value)
                     if isinstance(value, dict) and not value:  # as most of an adapter's are
                         self.owners[within] = value
                         continue
@@ -113,8 +127,8 @@ class Held:
                         todo.append((inner, one, depth + 1))
         self.entered += todo
 
-    def _note_class(self, kind: type) -> None:
-        if len(self._kinds) < _HOLDERS and is_own(kind):
+    def _note_class(self, kind: Any) -> None:
+        if isinstance(kind, type) and len(self._kinds) < _HOLDERS and is_own(kind):
             self._kinds[kind] = None
 
     @contextmanager
@@ -164,6 +178,8 @@ def put(owner: Any, name: Any, value: Any) -> None:
     """Lets `owner` hold `value` by this name, or, for `NOTHING`, nothing."""
     if value is BIG:
         return
+    if isinstance(value, Which):
+        value = value.again(dict(entries(owner)).get(name))
     if isinstance(owner, dict):
         if value is NOTHING:
             owner.pop(name, None)
@@ -273,5 +289,7 @@ def _role(kind: type) -> int:
         return _OTHER if issubclass(kind, (list, deque, set, frozenset)) and kind not in COPIED else _COPIED
     if issubclass(kind, type):
         return _CLASS
+    if issubclass(kind, UNSEEN_WITHIN):
+        return _WHICH
     is_object = kind in _AROUND or (is_own(kind) and not issubclass(kind, _NO_OBJECT))
     return _HOLDER if is_object or issubclass(kind, _OF_NAMES) else _OTHER

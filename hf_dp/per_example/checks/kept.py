@@ -12,12 +12,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.checks.again import Again, looked_at
 from hf_dp.per_example.checks.beside import beside
+from hf_dp.per_example.checks.built import as_built, built, put_built
 from hf_dp.per_example.checks.held import Held, Place, put
-from hf_dp.per_example.checks.moved import still, told_of_gradients
+from hf_dp.per_example.checks.moved import are_same, still, told_of_gradients
 from hf_dp.per_example.checks.reads import Reads, reads_of
 from hf_dp.per_example.checks.state import is_saved, put_back, uncompiled
 from hf_dp.per_example.checks.switches import Switches
-from hf_dp.per_example.checks.values import HOLDER, NOTHING, copied, copied_within, emptied, far, same
+from hf_dp.per_example.checks.values import NOTHING, Which, copied, copied_within, emptied, far, same
 from hf_dp.per_example.modules import named_modules
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.randomness import unchanged_global_state
@@ -25,8 +26,6 @@ from hf_dp.randomness import unchanged_global_state
 Losses = Callable[[Any], Tensor]
 # Parameters beside a model that a refused step has written to, and torch's count of writes then.
 _WRITTEN: Any = WeakTensorKeyDictionary()
-# So many times what losses differ by themselves is no more than that.
-_BY_ITSELF = 4.0
 # Of gradients what nobody adds up in one order anywhere.
 _ROUNDING = 1e-6
 # Whatever comes of a value that a model did not write.
@@ -94,14 +93,15 @@ class Memory:
                     self._harmless.add(place)
                 continue
             value = second if first is NOTHING else first
-            if HOLDER in (first, second):  # what it holds is asked about by itself
+            kinds = type(first), type(second)
+            if (is_one := Which in kinds) and kinds[0] is not kinds[1]:  # what it holds is asked about by itself
                 continue
             with self._put_back(), unchanged_global_state():
                 if is_new := place[0] not in owners:  # an object that the pass has made
                     self._losses(other if first is NOTHING else one)
-                if not self._is_alike(probe, {place: value}, {place: far(value, second)}):
+                if not self._is_alike(probe, {place: value}, {place: second if is_one else far(value, second)}):
                     raise _refused(place)
-            if not is_new:
+            if not is_new and not is_one:
                 self._note_unread(probe, place, value)
 
     def _left_by(self, *batches: Any) -> list[dict[Place, Any]]:
@@ -137,7 +137,8 @@ class Memory:
                 owners, after = Held(self._holders()).owners, self._look()
                 for place in {**before, **after}:
                     if not same(after.get(place, NOTHING), before.get(place, NOTHING)):
-                        self._put(owners, place, before.get(place, NOTHING))
+                        with suppress(*_FAILED):  # it is gone
+                            self._put(owners, place, before.get(place, NOTHING))
                 parameters = self._parameters()
                 _WRITTEN.update((p, p._version) for p in map(parameters.__getitem__, self._written_since(writes)))
             raise
@@ -153,7 +154,7 @@ class Memory:
             # What is changed in each step need not be asked about each time.
             if (
                 now is not NOTHING
-                and now is not HOLDER
+                and not isinstance(now, Which)
                 and self._is_alike(self._probe, {place: now}, {place: far(now, was)})
             ):
                 self._note_unread(self._probe, place, now)
@@ -211,12 +212,12 @@ class Memory:
         found: dict[Place, Any] = {place: copied(p.detach()) for place, p in self._moving.items()}
         latest = looked_at(holders := list(self._holders()), self._harmless, self._latest)
         self._latest = latest if self._is_kept else None
-        found |= {**dict.fromkeys(latest.holders, HOLDER), **latest.values}
-        for path, holder in holders:
-            if isinstance(holder, nn.Module):
-                is_own = path not in self._beside
-                buffers = {n: b for n, b in holder._buffers.items() if not (is_own and is_saved(holder, n))}
-                found |= {(path, name): copied(buffer) for name, buffer in buffers.items()}
+        modules = [(path, holder) for path, holder in holders if isinstance(holder, nn.Module)]
+        found |= {**latest.holders, **latest.values, **built(modules)}
+        for path, holder in modules:
+            is_own = path not in self._beside
+            buffers = {n: b for n, b in holder._buffers.items() if not (is_own and is_saved(holder, n))}
+            found |= {(path, name): copied(buffer) for name, buffer in buffers.items()}
         return found
 
     @contextmanager
@@ -240,6 +241,7 @@ class Memory:
                 if isinstance(holder, nn.Module):
                     stack.enter_context(put_back(holder))
             stack.callback(self._switches.put_off_again)
+            stack.enter_context(as_built(self._holders()))
             stack.enter_context(Held(self._holders()).put_back())
             yield
 
@@ -249,9 +251,12 @@ class Memory:
         for wanted in (one, one, other):
             with self._put_back(), unchanged_global_state(), still(self._model, self._tables):
                 try:
-                    owners = Held(self._holders()).owners if wanted else {}
-                    for place, value in wanted.items():
-                        self._put(owners, place, value)
+                    # First what holds others.
+                    for is_one in (True, False):
+                        these = {place: value for place, value in wanted.items() if isinstance(value, Which) is is_one}
+                        owners = Held(self._holders()).owners if these else {}
+                        for place, value in these.items():
+                            self._put(owners, place, value)
                     found.append((losses := self._losses(probe)).detach())
                     gradients.append(self._gradients(losses))
                 except _FAILED:
@@ -259,7 +264,7 @@ class Memory:
         if any(each.shape != several[0].shape for several in (found, gradients) for each in several):
             return False
         rounding = _ROUNDING * float(gradients[0].abs().max())
-        return _are_same(found) and _are_same(gradients, rounding)
+        return are_same(found) and are_same(gradients, rounding)
 
     def _gradients(self, losses: Tensor) -> Tensor:
         """What tells them from others; nothing of shards."""
@@ -277,15 +282,8 @@ class Memory:
             buffers.pop(name)
         elif name in buffers or (isinstance(owner, nn.Module) and name in owner._non_persistent_buffers_set):
             owner._buffers[name] = copied(value)
-        elif owner is not None and value is not HOLDER:  # which stays, with what it holds
+        elif not put_built(owner, name, value) and owner is not None:
             put(owner, name, copied_within(value))
-
-
-def _are_same(found: list[Tensor], rounding: float = 0.0) -> bool:
-    """Sums of one batch may differ by themselves, where a device adds up in any order."""
-    one, again, other = found
-    by_itself = _BY_ITSELF * (again - one).abs().max()
-    return same(one, other) or bool((other - one).abs().max() <= by_itself.clamp_min(rounding))
 
 
 def _refused(place: Place) -> UnsupportedModelError:

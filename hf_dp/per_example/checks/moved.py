@@ -1,4 +1,5 @@
-"""By how much an example's gradient is another beside others than alone, and in which rows; what tells sums of them."""
+"""By how much an example's gradient is another beside others than alone, and in which rows; what tells sums of
+them, and whether these are the same."""
 
 from __future__ import annotations
 
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
+from hf_dp.per_example.checks.values import same
 from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.per_example.rows import RowSum, Tables
 from hf_dp.per_example.sharding import as_sums, summed_over_shards, trainable
 
 # A gradient that is nothing beside the others' is held to a share of theirs: it is rounding.
 _NEGLIGIBLE = 1e-2
+# So many times what losses differ by themselves is no more than that.
+_BY_ITSELF = 4.0
 
 
 def moved_by(
@@ -102,3 +106,11 @@ def told_of_gradients(losses: Tensor, parameters: Iterable[nn.Parameter], others
     finally:
         for p, before in kept:
             p.grad = before
+
+
+def are_same(found: list[Tensor], rounding: float = 0.0) -> bool:
+    """Whether a third number is no further from the first than a second one, of the same, for which it may be: sums of
+    one batch differ by themselves, where a device adds up in any order."""
+    one, again, other = found
+    by_itself = _BY_ITSELF * (again - one).abs().max()
+    return same(one, other) or bool((other - one).abs().max() <= by_itself.clamp_min(rounding))

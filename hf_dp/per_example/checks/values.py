@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import array
+import enum
 import math
+import types
+import weakref
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_dp.per_example.checks.named import is_own
+
 NOTHING = object()
-# In place of what holds values itself.
-HOLDER = object()
 # What is too large to be copied before and after each step. It is the same as anything.
 BIG = object()
-SCALARS = (int, float, complex, str, bytes, type(None), np.generic)
+_REAL: tuple[Any, ...] = (int, float, Decimal, Fraction)
+_WORDS = (complex, str, bytes, type(None), np.generic, enum.Enum, range, slice)
+SCALARS = (*_REAL, *_WORDS, torch.dtype, torch.device, torch.layout, torch.memory_format)
 SERIES = (tuple, list, deque)
 # What Transformers notes of hooks that it has put into a model by itself, for states of layers. They stay there, and
 # without it the next pass that is asked for such states would put in others, which note each state once more.
@@ -24,8 +34,82 @@ HOOKS_NOTED = "_output_capturing_hooks_installed"
 OF_MODULES = frozenset({*vars(nn.Module()), HOOKS_NOTED})
 _SETS = (set, frozenset)
 _PLAIN = frozenset({int, float, bool, str, type(None)})
-COPIED = (*SERIES, *_SETS, bytearray, Tensor, np.ndarray)
+_ARRAYS = (bytearray, array.array)
+COPIED = (*SERIES, *_SETS, *_ARRAYS, Tensor, np.ndarray)
+# Of which nothing is looked at but which they are.
+UNSEEN_WITHIN = (type, types.BuiltinFunctionType, nn.Module)
 _MOST_NUMBERS, _MOST_ITEMS, _DEPTH = 1 << 22, 1 << 14, 4
+
+
+class Which:
+    """An object that is no value, to be told from one that takes its place: by its class, since what it holds is looked
+    at by itself; of a function by its code, and of what nobody looks into by which it is.
+
+    Args:
+        value: the object. It is held on to if a pass can have put nothing into it: what else there is may be all that a
+            pass has computed.
+        told: by what it is told, if by something else, and held on to then.
+    """
+
+    __slots__ = ("_held", "told")
+
+    def __init__(self, value: Any, told: Any = None) -> None:
+        self.told = _told(value) if told is None else told
+        is_held = told is not None or isinstance(value, UNSEEN_WITHIN) or _is_bare(value)
+        self._held: Callable[[Any], Any] = (lambda _: value) if is_held else _held(value)
+
+    def again(self, present: Any = None) -> Any:
+        """The object; where it is gone, one of its class that holds what the `present` one does, or `NOTHING`.
+
+        Raises:
+            RuntimeError, TypeError: it is gone, and another is in its place.
+        """
+        return self._held(present)
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, types.MethodType):
+        return _told(value.__func__), _told(value.__self__)
+    if isinstance(value, types.FunctionType):
+        return value.__code__ if is_own(value) else value
+    return value if isinstance(value, UNSEEN_WITHIN) else type(value)
+
+
+def _held(value: Any) -> Callable[[Any], Any]:
+    if isinstance(value, types.MethodType):
+        function, owner = value.__func__, Which(value.__self__)
+        return lambda present: types.MethodType(function, owner.again(getattr(present, "__self__", None)))
+    kind: Any = type(value)
+    found = _weakly(value)
+
+    def again(present: Any) -> Any:
+        if (one := found()) is not None:
+            return one
+        if issubclass(kind, types.FunctionType) and present is None:
+            return NOTHING
+        one = kind.__new__(kind)  # of functions a TypeError
+        if hasattr(one, "__dict__"):
+            vars(one).update(getattr(present, "__dict__", {}))
+        return one
+
+    return again
+
+
+def _is_bare(value: Any, depth: int = 0) -> bool:
+    """Whether it is a function that names nothing of those around it which a pass may have computed."""
+    if not isinstance(value, types.FunctionType) or depth == _DEPTH:  # it may name itself
+        return False
+    with suppress(ValueError):  # a cell is empty
+        found = [cell.cell_contents for cell in value.__closure__ or ()]
+        return all(isinstance(one, (*SCALARS, *UNSEEN_WITHIN)) or _is_bare(one, depth + 1) for one in found)
+    return False
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # as of dicts
+        return lambda: None
 
 
 def equal(now: Any, before: Tensor) -> bool:
@@ -59,11 +143,13 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if type(one) is not type(other):
         return False
+    if isinstance(one, Which):
+        return bool(one.told == other.told)
     if isinstance(one, np.ndarray) and one.dtype == object:
         return one.shape == other.shape and all(map(same, one.flat, other.flat))
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
-    return isinstance(one, (*SCALARS, *_SETS, bytearray)) and bool(one == other or (one != one and other != other))
+    return isinstance(one, (*SCALARS, *_SETS, *_ARRAYS)) and bool(one == other or (one != one and other != other))
 
 
 def copied(value: Any) -> Any:
@@ -83,9 +169,9 @@ def copied_within(value: Any) -> Any:
         if isinstance(value, Tensor):
             room[1] -= value.numel()
             return BIG if room[1] < 0 else value.detach().clone()
-        if isinstance(value, (np.ndarray, bytearray)):
-            room[1] -= len(value) if isinstance(value, bytearray) else value.size
-            return BIG if room[1] < 0 else value.copy()
+        if isinstance(value, (np.ndarray, *_ARRAYS)):
+            room[1] -= value.size if isinstance(value, np.ndarray) else len(value)
+            return BIG if room[1] < 0 else value[:] if isinstance(value, _ARRAYS) else value.copy()
         if not isinstance(value, (*SERIES, *_SETS)):
             return value
         room[0] -= len(value)
@@ -126,7 +212,9 @@ def far(value: Any, other: Any) -> Any:
         return not value
     if isinstance(value, np.generic):
         return far(np.asarray(value), NOTHING)[()]
-    if isinstance(value, (int, float)):
+    if isinstance(value, array.array):
+        return array.array(value.typecode, (far(one, NOTHING) for one in value)) if value.typecode in "fd" else value
+    if isinstance(value, _REAL):
         return 2 * abs(value) + 1 if math.isfinite(value) else 1.0
     return other if other is not NOTHING else value
 
@@ -152,7 +240,7 @@ def refill(held: Any, value: Any) -> bool:
         return True
     if type(held) is not type(value):
         return False
-    if isinstance(held, list):
+    if isinstance(held, (list, array.array)):
         held[:] = value
     elif isinstance(held, (deque, set)):
         items = list(value)
