@@ -30,6 +30,11 @@ def _scales_by_others(module: nn.Module) -> bool:
     return type(module).__name__.endswith("MeanScaler") and getattr(module, "default_scale", 0.0) is None
 
 
+def _is_noisy(module: nn.Module) -> bool:
+    hooks = (getattr(hook, "func", hook) for hook in module._forward_hooks.values())
+    return any("neftune" in getattr(hook, "__name__", "").lower() for hook in hooks)
+
+
 _KNOWN = (
     _Mixing(
         lambda module: isinstance(module, _BatchNorm) and module.training,
@@ -55,6 +60,13 @@ _KNOWN = (
         "a choice of heads by the whole batch",
         "all examples take the head that most of them vote for.",
         "load a model with one head (Intel/zoedepth-nyu or Intel/zoedepth-kitti).",
+    ),
+    _Mixing(
+        _is_noisy,
+        "NEFTune's noise",
+        "its noise on the embeddings is scaled by the padded length, so one long example changes its neighbours.",
+        "leave it out (activate_neftune(), or the hook that it registers); the noise of private training regularises "
+        "as well.",
     ),
 )
 
