@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.checks.again import Again, looked_at
 from hf_dp.per_example.checks.beside import beside
 from hf_dp.per_example.checks.built import as_built, built, put_built
+from hf_dp.per_example.checks.counts import is_whole, many, refuse_counts
 from hf_dp.per_example.checks.held import Held, Place, put
 from hf_dp.per_example.checks.moved import are_same, still, told_of_gradients
 from hf_dp.per_example.checks.reads import Reads, reads_of
-from hf_dp.per_example.checks.state import is_saved, put_back, uncompiled
+from hf_dp.per_example.checks.state import is_saved, kept_refused, put_back, uncompiled
 from hf_dp.per_example.checks.switches import Switches
 from hf_dp.per_example.checks.values import NOTHING, Which, copied, copied_within, emptied, far, same
 from hf_dp.per_example.modules import named_modules
@@ -76,7 +77,7 @@ class Memory:
         before, writes = self._look(), self._writes()
         for place, p in self._parameters().items():
             if _WRITTEN.get(p) == p._version:
-                raise _refused(place)
+                raise kept_refused(place)
         left = self._left_by(one, other)
         if written := self._written_since(writes):
             self._moving = {place: self._parameters()[place] for place in written}
@@ -85,12 +86,14 @@ class Memory:
         for batch, after in () if self._moving else zip((one, other), left, strict=True):
             self._refuse_read(batch, before, after)
         moved = {place: p.detach() + 1 for place, p in self._moving.items()}
-        owners = Held(self._holders()).owners
+        owners, alike = Held(self._holders()).owners, list[Place]()
         for place in {**left[0], **left[1]}:
             first, second = (found.get(place, NOTHING) for found in left)
             if same(first, second):
                 if place in self._moving and not same(first, moved[place]):  # it follows the weights
                     self._harmless.add(place)
+                if place not in self._moving and is_whole(first) and not same(first, before.get(place, NOTHING)):
+                    alike.append(place)
                 continue
             value = second if first is NOTHING else first
             kinds = type(first), type(second)
@@ -99,10 +102,20 @@ class Memory:
             with self._put_back(), unchanged_global_state():
                 if is_new := place[0] not in owners:  # an object that the pass has made
                     self._losses(other if first is NOTHING else one)
-                if not self._is_alike(probe, {place: value}, {place: second if is_one else far(value, second)}):
-                    raise _refused(place)
+                others = [second] if is_one else [far(value, second), *many(value)]
+                if not all(self._is_alike(probe, {place: value}, {place: one}) for one in others):
+                    raise kept_refused(place)
             if not is_new and not is_one:
                 self._note_unread(probe, place, value)
+
+        if alike:
+            with self._put_back(), unchanged_global_state():
+                self._losses(one)
+                self._losses(one)
+                again = self._look()
+            refuse_counts(
+                {place: (left[0][place], again.get(place)) for place in alike}, partial(self._is_alike, probe)
+            )
 
     def _left_by(self, *batches: Any) -> list[dict[Place, Any]]:
         left = []
@@ -148,7 +161,7 @@ class Memory:
         self._is_kept &= self._latest is latest
         for place in self._written_since(writes):
             if place not in self._moving:
-                raise _refused(place)
+                raise kept_refused(place)
         changed = self._refuse_read(self._probe, before, after)
         for place, (was, now) in changed.items():
             # What is changed in each step need not be asked about each time.
@@ -171,13 +184,14 @@ class Memory:
         was, now = ({place: two[i] for place, two in changed.items()} for i in range(2))
         if changed and not self._is_alike(probe, now, was):
             alone = [p for p in changed if not self._is_alike(probe, {p: now[p]}, {p: was[p]})]
-            raise _refused((alone or [*changed])[0])
+            raise kept_refused((alone or [*changed])[0])
         return changed
 
     def _note_unread(self, probe: Any, place: Place, value: Any) -> None:
         """Of what is not read, but for how many items it has."""
         none = emptied(value)
-        if none is NOTHING or self._is_alike(probe, {place: value}, {place: none}):
+        others = many(value) if none is NOTHING else [none]
+        if all(self._is_alike(probe, {place: value}, {place: one}) for one in others):
             self._harmless.add(place)
             self._latest = None  # which looked into it
 
@@ -284,13 +298,3 @@ class Memory:
             owner._buffers[name] = copied(value)
         elif not put_built(owner, name, value) and owner is not None:
             put(owner, name, copied_within(value))
-
-
-def _refused(place: Place) -> UnsupportedModelError:
-    name = ".".join(filter(None, map(str, place)))
-    return UnsupportedModelError(
-        f"{name} keeps something of the examples that pass through the model, and the losses of later ones "
-        "follow from it.",
-        why="one example could change the gradients of all that come after it, by any amount.",
-        fix="switch it off in training, or reset it before each pass.",
-    )

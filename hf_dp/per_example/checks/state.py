@@ -144,6 +144,20 @@ def buffer_refused(name: str) -> UnsupportedModelError:
     )
 
 
+def kept_refused(place: tuple[str, Any]) -> UnsupportedModelError:
+    """The refusal of what an attribute remembers."""
+    return UnsupportedModelError(
+        f"{named_place(place)} keeps something of the examples that pass through the model, and the losses of later "
+        "ones follow from it.",
+        why="one example could change the gradients of all that come after it, by any amount.",
+        fix="switch it off in training, or reset it before each pass.",
+    )
+
+
+def named_place(place: tuple[str, Any]) -> str:
+    return ".".join(filter(None, map(str, place)))
+
+
 def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """Each buffer by all of its names (one pass may give two names one tensor), and what it holds."""
     return {name: (b, b.detach().clone()) for name, b in model.named_buffers(remove_duplicate=False)}
