@@ -36,7 +36,6 @@ from hf_dp.training.loop_order import DrawOrder, same_model
 from hf_dp.training.planned import check_data, check_privacy, records_before
 from hf_dp.training.publishing import PublishingMixin
 from hf_dp.training.refusals import private_arguments, refuse_optimizer, refuse_overrides, refuse_parallel_model
-from hf_dp.training.refusals.arguments import refuse_changed_steps
 from hf_dp.training.resuming.checkpoints import CheckpointMixin, others_named
 from hf_dp.training.resuming.layouts import LayoutsMixin
 from hf_dp.training.resuming.loaded import refuse_other_values
@@ -238,7 +237,7 @@ class DPTrainerMixin(
                 why="it keeps the ledger in the checkpoints and stops training at the end of the budget.",
                 fix="leave the callback in place, and train with DPTrainer.train().",
             )
-        refuse_changed_steps(self.args)
+        self._refuse_changed(run.loader)
         model.train()
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 from transformers import DistilBertModel, TrainerCallback
 
+from hf_dp import DPTrainer
 from hf_dp.errors import ConfigurationError, PreflightError
 from hf_dp.training.engine import Engine
 from tests.training.workbench import classifier, make
@@ -196,3 +197,77 @@ def test_what_is_unfrozen_later_is_refused_before_its_step_is_paid_for(tmp_path:
         trainer.train()
     assert trainer.ledger.steps == 1
     make(tmp_path / "again", model := classifier(), parts=switch(model, False), **settings).train()
+
+
+def mixed(batch: Any) -> Any:
+    return {**batch, "labels": batch["labels"].roll(1, 0)} if "labels" in batch else batch
+
+
+class Own(DPTrainer):
+    """Which nobody else is of."""
+
+
+class Tells(TrainerCallback):
+    """Gives a trainer, and the arguments of the event, to a change after the second step."""
+
+    trainer: Any = None
+
+    def __init__(self, change: Callable[[Any, Any], None]) -> None:
+        self.change = change
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            self.change(self.trainer, kwargs)
+
+
+def with_another_preparation(trainer: Any, given: Any) -> None:
+    own = trainer._prepare_inputs
+    trainer._prepare_inputs = lambda inputs: mixed(own(inputs))
+
+
+def with_another_preparation_of_the_class(trainer: Any, given: Any) -> None:
+    own = Own._prepare_inputs
+    Own._prepare_inputs = lambda self, inputs: mixed(own(self, inputs))  # type: ignore[method-assign]
+
+
+def with_another_collator(trainer: Any, given: Any) -> None:
+    own = given["train_dataloader"].collate_fn
+    given["train_dataloader"].collate_fn = lambda examples: mixed(own(examples))
+
+
+@pytest.mark.parametrize(
+    "change", [with_another_preparation, with_another_preparation_of_the_class, with_another_collator]
+)
+def test_what_prepares_batches_is_not_exchanged_between_steps(
+    change: Callable[[Any, Any], None], tmp_path: Path
+) -> None:
+    callback = Tells(change)
+    callback.trainer = make(tmp_path, kind=Own, parts={"callbacks": [callback]})
+    try:
+        with pytest.raises(
+            ConfigurationError, match=r"another (_prepare_inputs|collator) than the training began with"
+        ):
+            callback.trainer.train()
+    finally:
+        if "_prepare_inputs" in vars(Own):
+            del Own._prepare_inputs
+    assert callback.trainer.ledger.steps == 2
+
+
+@pytest.mark.checked_anew
+def test_a_loss_that_a_class_gets_between_steps_is_checked(tmp_path: Path) -> None:
+    def change(trainer: Any, given: Any) -> None:
+        def losses(self: Any, model: Any, inputs: Any) -> Any:
+            found = DPTrainer.compute_per_example_loss(self, model, inputs)
+            return found - found.mean() / 2
+
+        Own.compute_per_example_loss = losses  # type: ignore[method-assign]
+
+    callback = Tells(change)
+    callback.trainer = make(tmp_path, kind=Own, parts={"callbacks": [callback]})
+    try:
+        with pytest.raises(PreflightError):
+            callback.trainer.train()
+    finally:
+        del Own.compute_per_example_loss
+    assert callback.trainer.ledger.steps == 2

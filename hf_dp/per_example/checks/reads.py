@@ -59,7 +59,8 @@ class Reads:
             if path.rpartition(".")[2] in OF_MODULES:
                 continue
             if isinstance(owner, type):  # read through its objects
-                names: Any = [name for name, _ in entries(owner) if name in anywhere]
+                own = {name for name, _ in entries(owner)}  # and what it may get yet, in place of one that it inherits
+                names: Any = sorted(name for name in anywhere if name in own or not name.startswith("__"))
             elif isinstance(owner, (dict, types.FunctionType)):  # nobody sees it
                 names = [name for name, _ in entries(owner)] if self._is_reached(path) else []
             elif "__dict__" in self.names[path] and _are_settings(owner):
