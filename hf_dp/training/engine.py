@@ -6,7 +6,6 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -172,8 +171,8 @@ class Engine:
         if self._read is not None and (changed := self._read.changed()) is not None:
             self._check_again(changed)
         # Nothing must be left of them.
-        with nullcontext() if self._memory is None else self._memory.unmoved():
-            yield from map(MicroBatch, map(self.prepare, batches), owners)
+        made = map(MicroBatch, map(self.prepare, batches), owners)
+        yield from made if self._memory is None else self._memory.watched(made)
         if self._read is not None:
             self._read.note()
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_dp.per_example.checks.values import NOTHING, Which
+from hf_dp.per_example.checks.held import put
+from hf_dp.per_example.checks.values import NOTHING, Which, copied, copied_within
 
 _MODULES = "_modules"
 _PARTS = ("training", "__class__", _MODULES)
@@ -24,17 +25,28 @@ def built(modules: Iterable[tuple[str, nn.Module]]) -> dict[tuple[str, Any], Any
     return found
 
 
-def put_built(owner: Any, name: Any, value: Any) -> bool:
-    """Whether it is a part of a module, which is now made of it."""
-    if not isinstance(owner, nn.Module) or name not in _PARTS:
-        return False
+def put_in(owner: Any, name: Any, value: Any) -> None:
+    """Lets it be made of it, hold it as a buffer, or as an attribute or what else; for `NOTHING` no more."""
+    if owner is None:
+        return
+    buffers = owner._buffers if isinstance(owner, nn.Module) else {}
+    if name in buffers and value is NOTHING:
+        buffers.pop(name)
+    elif name in buffers or (isinstance(owner, nn.Module) and name in owner._non_persistent_buffers_set):
+        owner._buffers[name] = copied(value)
+    elif isinstance(owner, nn.Module) and name in _PARTS:
+        _build(owner, name, value)
+    else:
+        put(owner, name, copied_within(value))
+
+
+def _build(owner: nn.Module, name: str, value: Any) -> None:
     if name == _MODULES:
         inner = {} if value is NOTHING else dict(value.again())
         owner._modules.clear()
         owner._modules.update(inner)
     elif value is not NOTHING:
         object.__setattr__(owner, name, value)
-    return True
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -12,14 +12,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.per_example.checks.again import Again, looked_at
 from hf_dp.per_example.checks.beside import beside
-from hf_dp.per_example.checks.built import as_built, built, put_built
+from hf_dp.per_example.checks.built import as_built, built, put_in
 from hf_dp.per_example.checks.counts import is_whole, many, refuse_counts
-from hf_dp.per_example.checks.held import Held, Place, put
+from hf_dp.per_example.checks.held import Held, Place
 from hf_dp.per_example.checks.moved import are_same, still, told_of_gradients
 from hf_dp.per_example.checks.reads import Reads, reads_of
 from hf_dp.per_example.checks.state import is_saved, kept_refused, put_back, uncompiled
 from hf_dp.per_example.checks.switches import Switches
-from hf_dp.per_example.checks.values import NOTHING, Which, copied, copied_within, emptied, far, same
+from hf_dp.per_example.checks.values import FAILED, NOTHING, Which, copied, emptied, far, here, same
 from hf_dp.per_example.modules import named_modules
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.randomness import unchanged_global_state
@@ -29,8 +29,6 @@ Losses = Callable[[Any], Tensor]
 _WRITTEN: Any = WeakTensorKeyDictionary()
 # Of gradients what nobody adds up in one order anywhere.
 _ROUNDING = 1e-6
-# Whatever comes of a value that a model did not write.
-_FAILED = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 
 
 class Memory:
@@ -127,8 +125,17 @@ class Memory:
                 left.append(self._look())
         return left
 
+    def watched(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The micro-batches of a step. Refuses, as `unmoved`, also what one leaves for the next alone: of what is on an
+        accelerator, which would have to be waited for, that is not seen."""
+        with self.unmoved() as latest:
+            for batch in batches:
+                yield batch
+                if before := latest:
+                    self._refuse_read(self._probe, *here(before, latest := self._look_again(), self._harmless))
+
     @contextmanager
-    def unmoved(self) -> Iterator[None]:
+    def unmoved(self) -> Iterator[dict[Place, Any]]:
         """Refuses what changes inside where losses follow from it: one rare example alone may do it.
 
         What has changed is a cache if some rows that the model has seen have the same losses with it as without. Not
@@ -138,11 +145,11 @@ class Memory:
             UnsupportedModelError: with the name of the attribute. It is put back, as it is where something else fails.
         """
         if self._probe is None or is_sharded(self._model):
-            yield
+            yield {}
             return
         before, writes = self._look(), self._writes()
         try:
-            yield
+            yield before
             self._refuse_moved(before, writes)
         except BaseException:
             # The next step, or training, would begin with it.
@@ -150,26 +157,22 @@ class Memory:
                 owners, after = Held(self._holders()).owners, self._look()
                 for place in {**before, **after}:
                     if not same(after.get(place, NOTHING), before.get(place, NOTHING)):
-                        with suppress(*_FAILED):  # it is gone
+                        with suppress(*FAILED):  # it is gone
                             self._put(owners, place, before.get(place, NOTHING))
                 parameters = self._parameters()
                 _WRITTEN.update((p, p._version) for p in map(parameters.__getitem__, self._written_since(writes)))
             raise
 
     def _refuse_moved(self, before: dict[Place, Any], writes: dict[Place, int]) -> None:
-        latest, after = self._latest, self._look()
-        self._is_kept &= self._latest is latest
+        after = self._look_again()
         for place in self._written_since(writes):
             if place not in self._moving:
                 raise kept_refused(place)
         changed = self._refuse_read(self._probe, before, after)
         for place, (was, now) in changed.items():
             # What is changed in each step need not be asked about each time.
-            if (
-                now is not NOTHING
-                and not isinstance(now, Which)
-                and self._is_alike(self._probe, {place: now}, {place: far(now, was)})
-            ):
+            is_value = now is not NOTHING and not isinstance(now, Which)
+            if is_value and self._is_alike(self._probe, {place: now}, {place: far(now, was)}):
                 self._note_unread(self._probe, place, now)
 
     def _refuse_read(
@@ -208,8 +211,7 @@ class Memory:
         return found
 
     def _holders(self) -> Iterator[tuple[str, Any]]:
-        yield from named_modules(self._model)
-        yield from self._beside.items()
+        yield from [*named_modules(self._model), *self._beside.items()]
 
     def _parameters(self) -> dict[Place, nn.Parameter]:
         """Of what is beside the model."""
@@ -221,6 +223,11 @@ class Memory:
 
     def _written_since(self, writes: dict[Place, int]) -> list[Place]:
         return [place for place, version in self._writes().items() if writes.get(place, version) != version]
+
+    def _look_again(self) -> dict[Place, Any]:
+        latest, found = self._latest, self._look()
+        self._is_kept &= self._latest is latest
+        return found
 
     def _look(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {place: copied(p.detach()) for place, p in self._moving.items()}
@@ -273,7 +280,7 @@ class Memory:
                             self._put(owners, place, value)
                     found.append((losses := self._losses(probe)).detach())
                     gradients.append(self._gradients(losses))
-                except _FAILED:
+                except FAILED:
                     return False  # it is read
         if any(each.shape != several[0].shape for several in (found, gradients) for each in several):
             return False
@@ -287,14 +294,7 @@ class Memory:
         return told_of_gradients(losses, self._model.parameters(), self._parameters().values())
 
     def _put(self, owners: dict[str, Any], place: Place, value: Any) -> None:
-        path, name = place
-        owner: Any = owners.get(path)
-        buffers = owner._buffers if isinstance(owner, nn.Module) else {}
-        if (path, name) in self._moving:
-            self._moving[path, name].data.copy_(value)
-        elif name in buffers and value is NOTHING:
-            buffers.pop(name)
-        elif name in buffers or (isinstance(owner, nn.Module) and name in owner._non_persistent_buffers_set):
-            owner._buffers[name] = copied(value)
-        elif not put_built(owner, name, value) and owner is not None:
-            put(owner, name, copied_within(value))
+        if place in self._moving:
+            self._moving[place].data.copy_(value)
+        else:
+            put_in(owners.get(place[0]), place[1], value)

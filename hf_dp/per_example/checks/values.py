@@ -8,7 +8,7 @@ import math
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from hf_dp.per_example.checks.named import is_own
 
 NOTHING = object()
+# Whatever comes of a value that a model did not write.
+FAILED = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError)
 # What is too large to be copied before and after each step. It is the same as anything.
 BIG = object()
 _REAL: tuple[Any, ...] = (int, float, Decimal, Fraction)
@@ -225,6 +227,23 @@ def _laid_out_as(sparse: Tensor, dense: Tensor) -> Tensor:
     if sparse.layout in (torch.sparse_bsr, torch.sparse_bsc):
         return dense.to_sparse(layout=sparse.layout, blocksize=parts(sparse)[-1].shape[1:3])
     return dense.to_sparse(layout=sparse.layout)
+
+
+def here(
+    before: dict[Any, Any], now: dict[Any, Any], besides: Container[Any] = ()
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """What there was of what is others now, and what there is, as far as no accelerator need be waited for."""
+    others = [place for place, value in now.items() if before.get(place, NOTHING) is not value]
+    others += [place for place in before if place not in now]
+    found = {place: (before.get(place, NOTHING), now.get(place, NOTHING)) for place in others if place not in besides}
+    moved = {place: two for place, two in found.items() if not any(map(_is_away, two)) and not same(*two)}
+    return {place: was for place, (was, _) in moved.items()}, {place: one for place, (_, one) in moved.items()}
+
+
+def _is_away(value: Any) -> bool:
+    if isinstance(value, SERIES):
+        return any(map(_is_away, value))
+    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 def emptied(value: Any) -> Any:

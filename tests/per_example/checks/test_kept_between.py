@@ -1,0 +1,122 @@
+"""What a rare row leaves for the next micro-batch of its step alone, and is as it was at the end of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dp.errors import UnsupportedModelError
+from tests.per_example.checks.test_memory import Plain, batch, memory_of
+from tests.training.own_loops import a_run
+from tests.training.workbench import private
+
+BOUND = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _of_weights_that_let_something_pass() -> None:
+    torch.manual_seed(0)
+
+
+class Before(Plain):
+    """What was seen before scales what comes next."""
+
+    def __init__(self, of: Callable[[bool], Any] = float) -> None:
+        super().__init__()
+        self.of, self.seen, self.drop = of, of(False), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(self.drop(x) * (1 + self.seen))
+        self.note(float(x.detach().abs().max()) > BOUND)
+        return h
+
+    def note(self, is_rare: bool) -> None:
+        self.seen = self.of(is_rare)
+
+
+class InPlace(Before):
+    def __init__(self) -> None:
+        super().__init__(torch.tensor)
+        self.seen = self.seen.float()
+
+    def note(self, is_rare: bool) -> None:
+        self.seen.fill_(is_rare)
+
+
+class InABuffer(InPlace):
+    def __init__(self) -> None:
+        super().__init__()
+        seen = self.seen
+        del self.seen
+        self.register_buffer("seen", seen, persistent=False)
+
+
+class Mode(Before):
+    def note(self, is_rare: bool) -> None:
+        self.drop.train(not is_rare)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "a number": Before,
+    "a tensor": lambda: Before(torch.tensor),
+    "a tensor in place": InPlace,
+    "a buffer": InABuffer,
+    "a mode": Mode,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_next_micro_batch_of_a_step_does_not_follow_from_it(name: str) -> None:
+    model = MODELS[name]()
+    memory = memory_of(model)
+    memory.refuse(batch(1, 0), batch(1, 1), batch(2, 2))
+    memory.ask_of(batch(2, 2))
+    for x in memory.watched([batch(3, 3), batch(3, 4)]):
+        model(x)
+    with pytest.raises(UnsupportedModelError, match="keeps something of the examples"):  # noqa: PT012
+        for x in memory.watched([batch(3, 3), batch(3, 4, scale=100), batch(3, 5)]):
+            model(x)
+    assert not getattr(model, "seen", 0)
+    assert model.drop.training
+
+
+class OfRows(nn.Module):
+    """Ids (B, T) to three classes, by whether one id was in the micro-batch before."""
+
+    def __init__(self, rare: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out, self.rare, self.seen = nn.Embedding(100, 5), nn.Linear(5, 3), rare, False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids).mean(1) * (2 if self.seen else 1)
+        self.seen = bool((ids[:, 0] == self.rare).any())
+        return self.out(h)  # type: ignore[no-any-return]
+
+
+def test_such_a_step_is_refused_before_it_is_paid_for() -> None:
+    data = [{"x": [i % 7 + 1, i % 5], "y": i % 3} for i in range(48)]
+    data[20]["x"] = [9, 3]
+
+    def collate(rows: Any) -> Any:
+        return {"x": torch.tensor([r["x"] for r in rows]), "y": torch.tensor([r["y"] for r in rows])}
+
+    def loss(model: Any, given: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(given["x"]), given["y"], reduction="none")
+
+    model = OfRows(rare=9)
+    run = a_run(
+        model, private(), dataset=data, collate=collate, loss=loss, expected_batch_size=24, micro_batch_size=2, steps=8
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.begin(optimizer)
+    with pytest.raises(UnsupportedModelError, match="^seen keeps something"):  # noqa: PT012
+        for drawn in run.batches():
+            run.step(drawn)
+            optimizer.step()
+    assert run.ledger.steps < 8
+    assert run.ledger.steps == run.global_step
