@@ -17,25 +17,14 @@ from torch.utils.data import Dataset
 
 import hf_dp.per_example.checks.values as _values
 from hf_dp.per_example.checks.named import is_own, named_in, placed
-from hf_dp.per_example.checks.values import (
-    BIG,
-    COPIED,
-    NOTHING,
-    SCALARS,
-    SERIES,
-    UNSEEN_WITHIN,
-    Which,
-    copied,
-    copied_within,
-    refill,
-    same,
-)
+from hf_dp.per_example.checks.values import BIG, NOTHING, SERIES, Which, copied, copied_within, refill, same
 
 Place = tuple[str, Any]
 _OF_NAMES: tuple[type, ...] = (dict, types.SimpleNamespace, UserDict, UserList, ChainMap)
 _OF_NAMES += (types.MethodType, types.FunctionType, functools.partial)
 # What holds a function: of a class, or one whose results are kept.
 _AROUND: dict[type, str] = {staticmethod: "__func__", classmethod: "__func__", property: "fget"}
+_CACHED = "currsize"
 _AROUND |= {functools.cached_property: "func", functools._lru_cache_wrapper: "__wrapped__"}
 # Data are looked at by other means, and hold files that are open.
 _NO_OBJECT = (type, nn.Module, types.BuiltinFunctionType, types.ModuleType, Dataset)
@@ -199,6 +188,9 @@ def put(owner: Any, name: Any, value: Any) -> None:
             owner.__defaults__ = (*defaults[:where], *own, *defaults[where + 1 :])
         else:
             put(where, name.rpartition(".")[2], value)
+    elif isinstance(owner, functools._lru_cache_wrapper) and name == _CACHED:
+        if value is NOTHING or value < owner.cache_info().currsize:  # what it holds cannot be taken out by itself
+            owner.cache_clear()
     elif isinstance(owner, functools.partial):
         args = [value if str(i) == name else one for i, one in enumerate(owner.args)]
         cast("Any", owner).__setstate__((owner.func, tuple(args), owner.keywords, vars(owner)))
@@ -234,7 +226,9 @@ def entries(holder: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(holder, types.FunctionType):
         return named_in(holder)
     if (inner := _AROUND.get(type(holder))) is not None:
-        return [(inner, getattr(holder, inner))]
+        wrapped = getattr(holder, inner)
+        is_cache = isinstance(holder, functools._lru_cache_wrapper) and is_holder(wrapped)
+        return [(inner, wrapped), *([(_CACHED, holder.cache_info().currsize)] if is_cache else ())]
     if isinstance(holder, functools.partial):
         return [
             ("func", holder.func),
@@ -282,14 +276,14 @@ def is_holder(value: Any) -> bool:
 
 
 def _role(kind: type) -> int:
-    if issubclass(kind, SCALARS):
+    if issubclass(kind, _values.SCALARS):
         return _SCALAR
-    if issubclass(kind, COPIED):
+    if issubclass(kind, _values.COPIED):
         # A list of a class of its own cannot be made again.
-        return _OTHER if issubclass(kind, (list, deque, set, frozenset)) and kind not in COPIED else _COPIED
+        return _OTHER if issubclass(kind, (list, deque, set, frozenset)) and kind not in _values.COPIED else _COPIED
     if issubclass(kind, type):
         return _CLASS
-    if issubclass(kind, UNSEEN_WITHIN):
+    if issubclass(kind, _values.UNSEEN_WITHIN):
         return _WHICH
     is_object = kind in _AROUND or (is_own(kind) and not issubclass(kind, _NO_OBJECT))
     return _HOLDER if is_object or issubclass(kind, _OF_NAMES) else _OTHER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,56 @@ def test_the_next_micro_batch_of_a_step_does_not_follow_from_it(name: str) -> No
             model(x)
     assert not getattr(model, "seen", 0)
     assert model.drop.training
+
+
+LATEST: dict[str, Tensor] = {}
+
+
+@functools.cache
+def scale() -> float:
+    return float(LATEST["x"].abs().max())
+
+
+@functools.lru_cache
+def mask(length: int) -> Tensor:
+    return torch.ones(length, 1)
+
+
+class Cached(Plain):
+    """The first rows of a process say how all are scaled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        LATEST["x"] = x.detach()
+        return super().forward(mask(len(x)) * x / scale())
+
+
+class Masked(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(mask(len(x)) * x)
+
+
+def test_what_a_cached_function_made_of_the_first_rows_is_refused() -> None:
+    scale.cache_clear()
+    model = Cached()
+    memory = memory_of(model)
+    with pytest.raises(UnsupportedModelError, match=r"keeps something of the examples"):  # noqa: PT012
+        with memory.restored():
+            memory.refuse(batch(2, 0), batch(2, 1), batch(2, 2))
+        memory.ask_of(batch(2, 2))
+        for x in memory.watched([batch(3, 3), batch(3, 4)]):
+            model(x)
+
+
+def test_a_cached_function_of_lengths_is_not_refused_and_keeps_what_it_has() -> None:
+    mask.cache_clear()
+    model = Masked()
+    memory = memory_of(model)
+    memory.refuse(batch(2, 0), batch(2, 1), batch(2, 2))
+    memory.ask_of(batch(2, 2))
+    for _ in range(2):
+        for x in memory.watched([batch(3, 3), batch(4, 4)]):
+            model(x)
+    assert mask.cache_info().currsize == 2, "from the second step on nobody asks, and empties it"
 
 
 class OfRows(nn.Module):
