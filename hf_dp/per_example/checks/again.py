@@ -110,5 +110,5 @@ def _own(holder: Any) -> dict[Any, Any]:
 
 
 def _apart(roots: Sequence[tuple[str, Any]]) -> tuple[list[str], list[Any]]:
-    names, found = zip(*roots, strict=True)
-    return list(names), list(found)
+    # Not by `zip(*roots)`, which makes an iterator for each of thousands.
+    return [name for name, _ in roots], [holder for _, holder in roots]
