@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Container, Sequence
-from itertools import islice
+from collections.abc import Callable, Container, Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 
 from torch import Tensor, nn
 
+from hf_dp.per_example.checks.built import built
 from hf_dp.per_example.checks.held import ENTRIES, ITEMS, Held, Place, entries, is_holder, is_scalar, is_value, role_of
 from hf_dp.per_example.checks.values import BIG, NOTHING, OF_MODULES, SERIES, are_hooks, copied, copied_within, same
 
@@ -18,9 +19,12 @@ from hf_dp.per_example.checks.values import BIG, NOTHING, OF_MODULES, SERIES, ar
 _LET_GO = object()
 
 
-def looked_at(roots: Sequence[tuple[str, Any]], unread: Container[Place], latest: Again | None) -> Again:
+def looked_at(roots: Callable[[], Sequence[tuple[str, Any]]], unread: Container[Place], latest: Again | None) -> Again:
     """What these hold now (see `Held`): the `latest` that was found, if no more than single values are others."""
-    return latest if latest is not None and latest.is_so_still(roots) else Again(roots, unread)
+    if latest is not None and latest.is_untouched():
+        return latest
+    now = roots()
+    return latest if latest is not None and latest.is_so_still(now) else Again(now, unread)
 
 
 class Again:
@@ -31,6 +35,9 @@ class Again:
 
     Attributes:
         values: as of `Held`, as are `holders`.
+        modules: those of the roots that are such, by name.
+        built: what they are made of.
+        buffers: where these are, and of which module.
     """
 
     def __init__(self, roots: Sequence[tuple[str, Any]], unread: Container[Place]) -> None:
@@ -41,6 +48,38 @@ class Again:
         # That are looked at as soon as there is something in them.
         self._empty = list[dict[Any, Any]]()
         self._entered = [self._note(*one) for one in held.entered]
+        self.modules = [(path, root) for path, root in roots if isinstance(root, nn.Module)]
+        self._in_tables = [one for one in self._entered if _is_table(one[1])]
+        self._others = [
+            one for one in self._entered if not _is_table(one[1]) or any(map(operator.is_, one[-1], repeat(_LET_GO)))
+        ]
+        self._remember()
+
+    def _remember(self) -> None:
+        """Takes note of what is asked of all holders at once, which takes less time than of one after another."""
+        self._attributes = [vars(module) for _, module in self.modules]
+        inner = [module._modules for _, module in self.modules]
+        self._tables = [*(_own(one[1]) for one in self._in_tables), *inner]
+        known = chain.from_iterable(one[-1] for one in self._in_tables)
+        self._known = [*known, *chain.from_iterable(map(dict.values, inner))]
+        self._kept = sum(map(operator.is_not, self._known, repeat(_LET_GO)))
+        self._named = [*self._tables, *(module._buffers for _, module in self.modules)]
+        self.buffers = [((path, name), module) for path, module in self.modules for name in module._buffers]
+        self._keys = [*chain.from_iterable(self._named)]
+        self._types = [type(module) for _, module in self.modules]
+        self.built = built(self.modules)
+
+    def is_untouched(self) -> bool:
+        """Whether all hold the very same by the same names, but for tensors and series, of which `values` are those of
+        now. If not, more of them may hold what they held."""
+        keys, attributes = [*chain.from_iterable(self._named)], [vars(module) for _, module in self.modules]
+        are_named_so = len(keys) == len(self._keys) and all(map(operator.is_, keys, self._keys))
+        if not are_named_so or not all(map(operator.is_, attributes, self._attributes)):
+            return False
+        # What is let go is none of those that are held on to.
+        now, types = chain.from_iterable(map(dict.values, self._tables)), [type(module) for _, module in self.modules]
+        is_held = types == self._types and sum(map(operator.is_, now, self._known)) == self._kept
+        return is_held and self._are_so_still(self._others)
 
     def _note(self, path: str, holder: Any, depth: int) -> tuple[str, Any, int, type, list[Any], list[Any]]:
         names, values = list[Any](), list[Any]()
@@ -58,9 +97,15 @@ class Again:
         names, now = _apart(roots)
         if names != self._names or len(now) != len(self._roots) or not all(map(operator.is_, now, self._roots)):
             return False
+        if not self._are_so_still(self._entered):
+            return False
+        self._remember()
+        return True
+
+    def _are_so_still(self, entered: Sequence[tuple[str, Any, int, type, list[Any], list[Any]]]) -> bool:
         if any(self._empty) or any(vars(kind).get("forward") is not was for kind, was in self._forwards):
             return False
-        return all(self._is_still(*one) for one in self._entered)
+        return all(self._is_still(*one) for one in entered)
 
     def _is_still(self, path: str, holder: Any, depth: int, kind: type, names: list[Any], values: list[Any]) -> bool:
         own = _own(holder)
@@ -70,7 +115,10 @@ class Again:
             return True
         for i, (name, value) in enumerate(own.items()):
             was = values[i]
-            if value is was or (name in OF_MODULES and not are_hooks(name)):
+            if value is was:
+                continue
+            if name in OF_MODULES and not are_hooks(name):
+                values[i] = value
                 continue
             known = self.values.get((path, name), NOTHING)
             if was is _LET_GO and not role_of(value) and known is NOTHING:
@@ -100,11 +148,15 @@ def _has_tensors(known: Any) -> bool:
     return isinstance(known, Tensor) or (isinstance(known, SERIES) and any(map(_has_tensors, known)))
 
 
+def _is_table(holder: Any) -> bool:
+    return isinstance(holder, nn.Module) or (isinstance(holder, dict) and len(holder) <= ENTRIES)
+
+
 def _own(holder: Any) -> dict[Any, Any]:
     if isinstance(holder, nn.Module):
         return vars(holder)
-    if isinstance(holder, dict) and len(holder) <= ENTRIES:
-        return holder
+    if _is_table(holder):
+        return holder  # type: ignore[no-any-return]
     # Names of what functions hold are made anew each time.
     return {sys.intern(name) if type(name) is str else name: value for name, value in entries(holder)}
 

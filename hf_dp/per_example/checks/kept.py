@@ -12,14 +12,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.per_example.checks.again import Again, looked_at
 from hf_dp.per_example.checks.beside import beside
-from hf_dp.per_example.checks.built import as_built, built, put_in
+from hf_dp.per_example.checks.built import as_built, put_in
 from hf_dp.per_example.checks.counts import is_whole, many, refuse_counts
 from hf_dp.per_example.checks.held import Held, Place
 from hf_dp.per_example.checks.moved import are_same, still, told_of_gradients
 from hf_dp.per_example.checks.reads import Reads, reads_of
 from hf_dp.per_example.checks.state import is_saved, kept_refused, put_back, uncompiled
 from hf_dp.per_example.checks.switches import Switches
-from hf_dp.per_example.checks.values import FAILED, NOTHING, Which, copied, emptied, far, here, same
+from hf_dp.per_example.checks.values import FAILED, NOTHING, Which, copied, emptied, far, here, is_away, same
 from hf_dp.per_example.modules import named_modules
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.randomness import unchanged_global_state
@@ -57,6 +57,7 @@ class Memory:
         # Not kept where each pass holds other things: those of a pass, and its graph, would be kept with it.
         self._latest: Again | None = None
         self._is_kept = True
+        self._copies: dict[Place, Any] = {}
 
     def refuse(self, one: Any, other: Any, probe: Any) -> None:
         """Refuses what depends on the content of a batch, and what losses follow from.
@@ -210,8 +211,8 @@ class Memory:
             self._gradients(self._losses(probe))
         return found
 
-    def _holders(self) -> Iterator[tuple[str, Any]]:
-        yield from [*named_modules(self._model), *self._beside.items()]
+    def _holders(self) -> list[tuple[str, Any]]:
+        return [*named_modules(self._model), *self._beside.items()]
 
     def _parameters(self) -> dict[Place, nn.Parameter]:
         """Of what is beside the model."""
@@ -231,15 +232,16 @@ class Memory:
 
     def _look(self) -> dict[Place, Any]:
         found: dict[Place, Any] = {place: copied(p.detach()) for place, p in self._moving.items()}
-        latest = looked_at(holders := list(self._holders()), self._harmless, self._latest)
+        latest = looked_at(self._holders, self._harmless, self._latest)
         self._latest = latest if self._is_kept else None
-        modules = [(path, holder) for path, holder in holders if isinstance(holder, nn.Module)]
-        found |= {**latest.holders, **latest.values, **built(modules)}
-        for path, holder in modules:
-            is_own = path not in self._beside
-            buffers = {n: b for n, b in holder._buffers.items() if not (is_own and is_saved(holder, n))}
-            found |= {(path, name): copied(buffer) for name, buffer in buffers.items()}
-        return found
+        found |= {**latest.holders, **latest.values, **latest.built}
+        known, self._copies = self._copies, {}
+        for place, module in latest.buffers:
+            if place[0] in self._beside or not is_saved(module, place[1]):
+                buffer, known_one = module._buffers[place[1]], known.get(place, NOTHING)
+                is_known = not is_away(buffer) and same(buffer, known_one)
+                self._copies[place] = known_one if is_known else copied(buffer)
+        return found | self._copies
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:

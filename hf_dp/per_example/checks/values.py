@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import enum
 import math
+import operator
 import types
 import weakref
 from collections import deque
@@ -12,6 +13,7 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -233,16 +235,19 @@ def here(
     before: dict[Any, Any], now: dict[Any, Any], besides: Container[Any] = ()
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """What there was of what is others now, and what there is, as far as no accelerator need be waited for."""
+    if len(now) == len(before) and all(map(operator.is_, chain(now, now.values()), chain(before, before.values()))):
+        return {}, {}
     others = [place for place, value in now.items() if before.get(place, NOTHING) is not value]
     others += [place for place in before if place not in now]
     found = {place: (before.get(place, NOTHING), now.get(place, NOTHING)) for place in others if place not in besides}
-    moved = {place: two for place, two in found.items() if not any(map(_is_away, two)) and not same(*two)}
+    moved = {place: two for place, two in found.items() if not any(map(is_away, two)) and not same(*two)}
     return {place: was for place, (was, _) in moved.items()}, {place: one for place, (_, one) in moved.items()}
 
 
-def _is_away(value: Any) -> bool:
+def is_away(value: Any) -> bool:
+    """Whether an accelerator would have to be waited for."""
     if isinstance(value, SERIES):
-        return any(map(_is_away, value))
+        return any(map(is_away, value))
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
 

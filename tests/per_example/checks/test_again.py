@@ -115,7 +115,7 @@ class _Hook:
 
 
 def _found(model: nn.Module, latest: Any) -> Any:
-    return looked_at(named_modules(model), (), latest)
+    return looked_at(lambda: named_modules(model), (), latest)
 
 
 def _is_found_anew(again: Any, model: nn.Module) -> bool:
