@@ -32,6 +32,7 @@ from hf_dp.per_example.checks.coins import NotingDraws
 from hf_dp.per_example.checks.installed import Installed, warn_of_change
 from hf_dp.per_example.checks.kept import Memory
 from hf_dp.per_example.checks.memory import unchanged_weights
+from hf_dp.per_example.checks.outputs_apart import check_outputs_apart
 from hf_dp.per_example.checks.padding import check_padding
 from hf_dp.per_example.checks.quantised import check_quantised
 from hf_dp.per_example.checks.reads import AsRead, Reads
@@ -93,6 +94,7 @@ class Engine:
     ) -> None:
         self.model, self._loss, self.loader, collate = model, loss, loader, loader.collate_fn
         self.prepare, self._padding, self._rules, self._check_losses = prepare, padding, rules, check_losses
+        self._loaders: Any = collate
         # A user's own preparation may mix rows, and draw numbers, as collators do.
         self._collate: Any = collate if own is None else Prepared(collate, own[1], own[0])  # type: ignore[arg-type]
         self._prepare_collated: Callable[[Any], Batch] = prepare if own is None else own[2]
@@ -150,9 +152,8 @@ class Engine:
         """Of one logical batch, once what is new since the check, rows, modules or values, is known to do no harm."""
         if self._installed is not None and not self._installed.is_of(self.model):
             self._check_again()
-        collate: Any = self.loader.collate_fn
         for rows in item.get("unlike", []):
-            self._met = outermost([*self._met, *rows], collate.widths)
+            self._met = outermost([*self._met, *rows], self._loaders.widths)
             with uncompiled(), unchanged_global_state():
                 known, together = self._padding.counts_columns, self._batch(rows)
                 if self._padding.counts_columns == known:
@@ -189,10 +190,9 @@ class Engine:
 
     def uses(self) -> Certificate:
         """Which operations use which parameters, for a few rows."""
-        collate: Any = self.loader.collate_fn
         self.model.train()
         with unchanged_weights(self.model), unchanged_global_state(), unchanged_state(self.model), failures_refused():
-            few = self._batch(telling_rows(self.loader.dataset, collate.widths)[0])
+            few = self._batch(telling_rows(self.loader.dataset, self._loaders.widths)[0])
             return survey(self.model, self._loss, few, rules=self._rules)
 
     def check(self) -> None:
@@ -205,9 +205,8 @@ class Engine:
         self._groups = () if self.clipping is None else self.clipping.groups(all_names(self.model))
         if self.passes == 2:
             refuse_two_passes(self.model, self.loader.draws_units)
-        collate: Any = self.loader.collate_fn
         shown = passes_shown(self.model, is_silent=self.is_silent)
-        with shown, unchanged_weights(self.model), failures_refused(), collate.measuring_once():
+        with shown, unchanged_weights(self.model), failures_refused(), self._loaders.measuring_once():
             reads = self._check()
         # Ranks that share weights would have to look again at the same time. What passes write to is known by now.
         self._installed = None if is_sharded(self.model) else Installed(self.model)
@@ -272,15 +271,16 @@ class Engine:
 
     def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = (), rare: Any = ()) -> list[Any]:
         """Of `uneven`, the ends that add something. `others` may be held against these as well; `rare` rows are."""
-        collate: Any = self.loader.collate_fn
         known: dict[str, Any] = {"rules": self._rules, "tables": self.by_rows}
-        certificate = preflight(self.model, self._loss, together, **known, switches=self._switches)
-        known["certificate"] = self._certificate = certificate
+        self._certificate = certificate = preflight(self.model, self._loss, together, **known, switches=self._switches)
+        known["certificate"] = certificate
         with unchanged_state(self.model):
             check_strangers(self.model, self._loss, together, **known)
+            if self._check_losses is None:  # known ones look at no other row
+                check_outputs_apart(self.model, self._loss, together, **known)
             if self.passes == 2:
                 check_two_passes(self.model, self._loss, together, **known)
-        ends = hold(uneven, others, collate.widths, functools.partial(self._check_padding, certificate), rare)
+        ends = hold(uneven, others, self._loaders.widths, functools.partial(self._check_padding, certificate), rare)
         if len(self._groups) > 1 and isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
             # What is refused of a backward pass in which groups are handed on.
             with unchanged_global_state(), unchanged_state(self.model):

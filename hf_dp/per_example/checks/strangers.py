@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +17,11 @@ from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
-from hf_dp.per_example.checks.independence import NoDropout, draws_numbers, forked_rng
+from hf_dp.per_example.checks.enough_bits import computed, in_enough_bits
 from hf_dp.per_example.checks.moved import has_other_rows, moved_by
 from hf_dp.per_example.checks.numbers import Numbers
-from hf_dp.per_example.checks.padding import in_either_mode, tolerance_of
-from hf_dp.per_example.checks.preflight import off_zero
+from hf_dp.per_example.checks.padding import tolerance_of
 from hf_dp.per_example.ieee import beneath_modes
-from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.record import PerExampleGradients, record
 from hf_dp.per_example.rule import Certificate, Rule, refuse_differing
 from hf_dp.per_example.rules import RULES
@@ -88,17 +85,16 @@ def check_strangers(
     tolerance = tolerance_of(model)
     # What fails must fail at once, and leave no shards (FSDP2) half gathered.
     guesses = not is_sharded(model) and all(answers_at_once(p.device) for p in model.parameters())
-    numbers: Numbers = nullcontext
     # Which examples have a gradient in float32, and beside what it moved there.
     adding, blamed = set[int](), list[str]()
 
-    def gradients(batch: Batch) -> PerExampleGradients:
-        with numbers(batch_size(batch)):
-            found = record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
-        refuse_differing(found.differing)
-        return found
+    def refuse_moved(batch: Batch, dtype: torch.dtype, numbers: Numbers) -> None:
+        def gradients(batch: Batch) -> PerExampleGradients:
+            with numbers(batch_size(batch)):
+                found = record(model, loss_fn, batch, certificate=certificate, rules=rules, tables=tables)
+            refuse_differing(found.differing)
+            return found
 
-    def refuse_moved(batch: Batch, dtype: torch.dtype) -> None:
         norms = gradients(batch).squared_norms().sqrt()
         adds = [i for i, norm in enumerate(norms.tolist()) if 0 < norm < math.inf]
         if dtype == torch.float64 and not adding <= {*adds}:
@@ -126,7 +122,7 @@ def check_strangers(
                 return not moved_by(model, together, batch_size(batch), own, tables, norms) <= tolerance
 
         for beside in _parts(strangers):
-            if (found := _computed(functools.partial(moved, beside))) is False:
+            if (found := computed(functools.partial(moved, beside))) is False:
                 continue
             what = [one.what for one in beside]
             if dtype == torch.float64 and found is None and what == blamed:
@@ -134,41 +130,19 @@ def check_strangers(
             if dtype == torch.float32:
                 blamed[:] = what
             for one in beside:
-                if _computed(functools.partial(moved, [one])):
+                if computed(functools.partial(moved, [one])):
                     raise _moves(one.what)
             if found:
                 raise _moves(" and ".join((beside[0].what, "others")))
         for one in filter(lambda one: one.lacks, strangers):
-            found = _computed(functools.partial(follows, one))
+            found = computed(functools.partial(follows, one))
             if dtype == torch.float64 and found is None and [one.what] == blamed:
                 raise ArithmeticError
             if found:
                 blamed[:] = [one.what]
                 raise _follows(one.what)
 
-    def refuse_in(dtype: torch.dtype) -> None:
-        def refuse(sparing: bool) -> None:
-            with computed_in(model, batch, dtype, checkpointed=True, sparing=sparing) as exact:
-                refuse_moved(exact, dtype)
-
-        with_memory_to_spare(refuse)
-
-    def refuse_any(drawn_within: Numbers) -> None:
-        nonlocal numbers
-        numbers = drawn_within
-        try:
-            refuse_in(torch.float32)
-        except PreflightError as found:
-            # A small difference of large numbers is rounded by more than the tolerance.
-            if not _computed(is_the_same_in_float64):
-                raise found from None
-
-    def is_the_same_in_float64() -> bool:
-        refuse_in(torch.float64)
-        return True
-
-    with forked_rng(model), off_zero(model), NoDropout():
-        in_either_mode(model, refuse_any, lambda: draws_numbers(model, loss_fn, take(batch, [0])))
+    in_enough_bits(model, loss_fn, batch, refuse_moved)
 
 
 def _parts(strangers: list[_Stranger]) -> Iterator[list[_Stranger]]:
@@ -231,16 +205,6 @@ def _beside(batch: Batch, one: _Stranger) -> Batch:
     return {
         name: torch.cat([value, one.row[name]]) if isinstance(value, Tensor) else value for name, value in batch.items()
     }
-
-
-def _computed(check: Callable[[], bool]) -> bool | None:
-    """What `check` finds, or None where what is strange cannot be computed."""
-    try:
-        return check()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # noqa: BLE001 - a model, a loss or a hook may refuse such a row in any way
-        return None
 
 
 def _moves(what: str) -> PreflightError:

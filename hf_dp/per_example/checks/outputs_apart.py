@@ -1,0 +1,151 @@
+"""Does what a model makes of one example change the gradients of others? Asked with outputs that are far apart.
+
+Before training a model makes about the same of all examples: hardly one is sure, or far from right. What a loss decides
+for a whole micro-batch by that (a bound at a multiple of its median, a skip where one loss is too large, only those
+that are hard) begins when the model has learnt something, and no row shows it before.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dp.errors import PreflightError
+from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
+from hf_dp.per_example.checks.enough_bits import computed, in_enough_bits
+from hf_dp.per_example.checks.moved import moved_by
+from hf_dp.per_example.checks.numbers import Numbers
+from hf_dp.per_example.checks.padding import tolerance_of
+from hf_dp.per_example.ieee import beneath_modes
+from hf_dp.per_example.record import PerExampleGradients, record
+from hf_dp.per_example.rule import Certificate, Rule, refuse_differing
+from hf_dp.per_example.rules import RULES
+from hf_dp.per_example.sharding import is_sharded
+
+# What is added to a row of outputs: a wave of this height over its last axis, that begins here. In one of three most
+# classes are far above or below the others. The first adds nothing.
+_LARGE, _SIZES, _BEGINS = 100.0, (4.0, 8.0), (0.0, 2 * math.pi / 3, 4 * math.pi / 3)
+_OWN = ((0.0, 0.0), *((size, begin) for size in (*_SIZES, _LARGE) for begin in _BEGINS))
+_OTHERS = tuple((_LARGE, begin) for begin in _BEGINS)
+# Of one place to the next, not the same after few.
+_WAVE = math.pi * (3 - math.sqrt(5))
+# It goes beside each row, as its numbers do, past the model.
+_ADDED = "added, to outputs"
+
+
+def check_outputs_apart(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    certificate: Certificate,
+    rules: Mapping[Any, Rule] = RULES,
+    tables: Collection[str] = (),
+) -> None:
+    """Checks that an example's gradient and loss stay what they are, whatever the model's outputs for others are.
+
+    For a loss of the user's own. To what the model returns, where that is rows of examples, small and large numbers are
+    added, others to each row. Precision, mode and random numbers are as of `in_enough_bits`. Nothing is asked of a loss
+    that does not call the model, or cannot be computed so, nor of shards.
+
+    Args:
+        batch: two examples or more, short ones.
+
+    Raises:
+        PreflightError: a gradient moves.
+    """
+    if is_sharded(model):
+        return
+    tolerance, outputs = tolerance_of(model), _Apart(loss_fn)
+    known: dict[str, Any] = {"certificate": certificate, "rules": rules, "tables": tables}
+
+    def says_nothing(dtype: torch.dtype) -> None:
+        if dtype == torch.float64:
+            raise ArithmeticError  # of what was refused in float32
+
+    def refuse_moved(batch: Batch, dtype: torch.dtype, numbers: Numbers) -> None:
+        def gradients(batch: Batch) -> PerExampleGradients:
+            with numbers(batch_size(batch)):
+                found = record(model, outputs, batch, **known)
+            refuse_differing(found.differing)
+            return found
+
+        norms = gradients(_added(batch, _OWN[:1] * batch_size(batch))).squared_norms().sqrt()
+        adds = [i for i, norm in enumerate(norms.tolist()) if 0 < norm < math.inf]
+        if not adds or len(norms) < 2:
+            return says_nothing(dtype)
+        own, other = adds[0], 1 if adds[0] == 0 else 0
+        rows = [(own, one) for one in _OWN] + [(other, one) for one in _OTHERS]
+        alone = computed(lambda: [gradients(_added(take(batch, [i]), [one])) for i, one in rows])
+        if alone is None:
+            return says_nothing(dtype)  # it takes no such outputs
+
+        def moved(which: list[int]) -> bool:
+            of, added = zip(*(rows[place] for place in which), strict=True)
+            together = gradients(_added(take(batch, of), added))
+            with beneath_modes():
+                return any(
+                    not moved_by(model, together, at, alone[place], tables, norms) <= tolerance
+                    for at, place in enumerate(which)
+                )
+
+        # All at once; and the one as it is beside what is easier alone, or harder.
+        losses = [float(one.losses[0]) for one in alone]
+        easier, harder = ([i for i in range(1, len(rows)) if sign * (losses[i] - losses[0]) > 0] for sign in (-1, 1))
+        for which in ([*range(len(rows))], [0, *easier], [0, *harder]):
+            if (found := computed(functools.partial(moved, which))) is None:
+                says_nothing(dtype)
+            if found:
+                raise _moves()
+
+    in_enough_bits(model, loss_fn, batch, refuse_moved)
+
+
+def _added(batch: Batch, waves: Collection[tuple[float, float]]) -> dict[str, Any]:
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+    return {**batch, _ADDED: torch.tensor(list(waves), device=device)}
+
+
+class _Apart:
+    """The losses of a batch, of outputs that have added to them what it says."""
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self._loss = loss_fn
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        waves = batch[_ADDED]
+        hook = model.register_forward_hook(lambda module, given, output: _with(output, waves))
+        try:
+            return self._loss(model, {name: value for name, value in batch.items() if name != _ADDED})
+        finally:
+            hook.remove()
+
+
+def _with(value: Any, waves: Tensor) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.ndim and len(value) == len(waves):
+        size, begin = waves.to(value.dtype).unbind(1)
+        if value.ndim == 1:
+            return value + size * begin.cos()
+        places = torch.arange(value.shape[-1], device=value.device)
+        wave = size[:, None] * (begin[:, None] + _WAVE * places).cos()
+        return value + wave.view(len(value), *[1] * (value.ndim - 2), -1)
+    if isinstance(value, dict):
+        for name in list(value):
+            value[name] = _with(value[name], waves)
+        return value
+    return type(value)(_with(one, waves) for one in value) if type(value) in (list, tuple) else value
+
+
+def _moves() -> PreflightError:
+    return PreflightError(
+        "an example's gradient is another where the model's outputs for other examples are large.",
+        why="the loss decides something for the whole micro-batch by what the model makes of few examples (a bound at "
+        "a multiple of the median, a skip where one loss is large, only those above the mean), which begins when it "
+        "has learnt something: each would change what others add, beyond what clipping bounds.",
+        fix="decide it for each example by itself, or by a constant: of public data, or of a private release.",
+    )
