@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dp.data.stored_reads import mixes_stored_rows
 from hf_dp.errors import ConfigurationError
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 
@@ -31,7 +32,7 @@ def check_dataset(dataset: Any) -> None:
     A dataset of Python's is read under eight random states as well, from a copy whose containers (lists, dicts, arrays,
     tables, other datasets) note what they are asked for. One as long as the dataset that is asked for the same place in
     each reading of a row, and for others in some (MixUp, random negatives), is refused. What the copy cannot be read by
-    is not looked at.
+    is not looked at. Tables of `datasets` are seen wherever they are named, by transforms too.
 
     Raises:
         ConfigurationError: with the dataset's class.
@@ -40,6 +41,9 @@ def check_dataset(dataset: Any) -> None:
         return
     rows = sorted({i * (n - 1) // max(1, _ROWS - 1) for i in range(_ROWS)})
     _refuse_own_generator(dataset, rows)
+    if mixes_stored_rows(dataset):
+        its = " by its transform" if isinstance(dataset, datasets.Dataset) else ""
+        raise _mixes(f"{type(dataset).__name__}{its}")
     if not isinstance(dataset, torch.utils.data.Dataset) or type(dataset).__module__.startswith("datasets."):
         return
     reads: Reads = {}
@@ -52,8 +56,12 @@ def check_dataset(dataset: Any) -> None:
             return
     except Exception:  # noqa: BLE001 - whatever a dataset does that is no longer given its own containers
         return
-    raise ConfigurationError(
-        f"{type(dataset).__name__} makes a row of its own data and of other rows, which it chooses at random.",
+    raise _mixes(type(dataset).__name__)
+
+
+def _mixes(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} makes a row of its own data and of other rows, which it chooses at random.",
         why="an example would be in the rows of others (MixUp, CutMix, random negatives), so that it adds more to a "
         "step than clipping bounds, and to steps that have not drawn it.",
         fix="make each row of its own data alone; or choose the others once, from public data.",

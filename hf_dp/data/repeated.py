@@ -24,7 +24,7 @@ def warn_of_repeated(dataset: Any, *, is_told: bool = True) -> None:
     Args:
         is_told: whether it may be said how many, which is an exact function of the data.
     """
-    found = np.unique(_Places().of(dataset), return_counts=True)[1]
+    found = np.unique(Places().of(dataset), return_counts=True)[1]
     if (most := int(found.max(initial=1))) > 1:
         others = f"{(found - 1).sum()} of the {found.sum()} rows", f", and one is there {most} times"
         ranks.warn(
@@ -40,11 +40,11 @@ def warn_of_repeated(dataset: Any, *, is_told: bool = True) -> None:
 
 def are_in_both(one: Any, other: Any) -> bool:
     """Whether some rows are in two datasets, by where they lie: both are parts of one that was not mapped since."""
-    places = _Places()
+    places = Places()
     return bool(np.isin(places.of(one), places.of(other)).any())
 
 
-class _Places:
+class Places:
     """A number for each place that rows come from: two of one number are one row."""
 
     def __init__(self) -> None:
@@ -66,6 +66,11 @@ class _Places:
         whole = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
         indices = dataset._indices
         return whole if indices is None else whole[indices.column(0).to_numpy().astype(np.int64)]
+
+    @staticmethod
+    def table_of(place: int) -> int:
+        """The number of what one of these lies in."""
+        return place >> _BITS
 
     def _begin(self, place: Any) -> int:
         return self._known.setdefault(place, len(self._known)) << _BITS
