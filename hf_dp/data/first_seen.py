@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import datasets
@@ -17,13 +18,15 @@ from hf_dp.data.collate import LogicalBatchCollator, Prepared
 from hf_dp.data.mixing_dataset import is_alike
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.checks.beside import computing
-from hf_dp.per_example.checks.held import Held, entries, put, role_of
+from hf_dp.per_example.checks.held import Held, Place, entries, put, role_of
 from hf_dp.per_example.checks.values import NOTHING, SCALARS, same
 from hf_dp.randomness import seed_global_state, unchanged_global_state
 
 _ROWS = 16
 # The golden ratio spreads them.
 _SPREAD = (5**0.5 - 1) / 2
+# So many times as many rows as were read: beyond what a warm-up counts to.
+_MANY = 10**6
 # So many datasets that one holds in a list.
 _HELD = 64
 _Make = Callable[[int], Any]
@@ -35,8 +38,9 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
 
     Some rows from all over the data are read one after the other, and collated each by itself, and again each as the
     first, from what dataset and collator hold now and under one random state. So it is asked before any other row is
-    read: who numbers labels as they come has a number for each by then. Of rows that fail nothing is said, nor where
-    the same is another when it is made twice: what draws it is for others to say.
+    read: who numbers labels as they come has a number for each by then. Numbers that change meanwhile (how many were
+    read) are changed by much as well. Of rows that fail nothing is said, nor where the same is another when it is made
+    twice: what draws it is for others to say.
 
     Args:
         dataset: as it was given.
@@ -48,15 +52,14 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
     n = len(dataset)
     # Neither with a period nor in their order, which data may have too (by length, say).
     places = list(dict.fromkeys(int(n * (i * _SPREAD % 1)) for i in range(_ROWS))) if n else []
-    rows = _made_after_any(lambda i: dataset[i], places, _of_dataset(dataset))
-    if rows is None:
-        its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""
-        raise _refusal(f"{type(dataset).__name__}{its}")
-    collated = _made_after_any(
-        lambda i: collate.collated([copy.deepcopy(rows[i])]), list(rows), _of_function(collate.given)
+    its = ", by its transform," if isinstance(dataset, datasets.Dataset) else ""
+    rows = _made_after_any(f"{type(dataset).__name__}{its}", lambda i: dataset[i], places, _of_dataset(dataset))
+    _made_after_any(
+        f"the data collator {collate.name}",
+        lambda i: collate.collated([copy.deepcopy(rows[i])]),
+        list(rows),
+        _of_function(collate.given),
     )
-    if collated is None:
-        raise _refusal(f"the data collator {collate.name}")
 
 
 def left_as_it_was(dataset: Any) -> AbstractContextManager[None]:
@@ -90,33 +93,49 @@ def _moves(value: Any) -> bool:
     return any(hasattr(type(value), n) for n in ("__next__", "read"))
 
 
-def _made_after_any(make: _Make, places: list[int], holders: _Holders) -> dict[int, Any] | None:
-    """What is made at each of the `places`, where that does not fail; None where it is another at the first."""
-    _made(make, places[:1], holders)  # what is loaded is loaded then
-    found, is_kept = _made(make, places, holders)
+def _made_after_any(what: str, make: _Make, places: list[int], holders: _Holders) -> dict[int, Any]:
+    """What is made at each of the `places`, where that does not fail; refused where it is another at the first."""
+    first = _made(make, places[:1], holders)[1]  # what is loaded is loaded then
+    found, kept = _made(make, places, holders)
 
     def twice(i: int) -> tuple[Any, Any]:
         one = copy.deepcopy(make(i))
         seed_global_state(0)
         return one, make(i)
 
-    def is_other(i: int) -> bool:
-        alone = _made(make, [i], holders)[0]
-        return i in alone and not is_alike(found[i], alone[i], is_row=True)
+    def refuse_others(given: Mapping[Place, Any], refusal: Callable[[str], ConfigurationError]) -> None:
+        def is_other(i: int) -> bool:
+            alone = _made(make, [i], holders, given)[0]
+            return i in alone and not is_alike(found[i], alone[i], is_row=True)
+
+        if not any(map(is_other, found)):
+            return
+        # What a generator of its own draws, or a count of all reads makes, is another at once.
+        pairs = _made(twice, places, holders)[0].values()
+        if all(is_alike(*pair, is_row=True) for pair in pairs):
+            raise refusal(what)
 
     # What keeps nothing, as most do, need not be asked again.
-    if not is_kept or not any(map(is_other, found)):
-        return found
-    # What a generator of its own draws, or a count of all reads makes, is another at once.
-    pairs = _made(twice, places, holders)[0].values()
-    return None if all(is_alike(*pair, is_row=True) for pair in pairs) else found
+    if kept:
+        refuse_others({}, _refusal)
+    # One number after a row, and another after many: what is known of a row by its number stays as it is.
+    pairs = {place: (first.get(place, (NOTHING, NOTHING))[1], now) for place, (_, now) in kept.items()}
+    moved = {place: now for place, (one, now) in pairs.items() if {type(one), type(now)} <= {int, float} and one != now}
+    if moved:
+        refuse_others({place: _MANY * (now + 1) for place, now in moved.items()}, _counts)
+    return found
 
 
-def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, Any], bool]:
-    """And whether anything that is held was another then; it is put back."""
+def _made(
+    make: _Make, places: list[int], holders: _Holders, given: Mapping[Place, Any] = MappingProxyType({})
+) -> tuple[dict[int, Any], dict[Place, tuple[Any, Any]]]:
+    """And what is held that was another then, before and after; it is put back. Before, it holds what is `given`."""
     found: dict[int, Any] = {}
-    before = Held(holders).values
+    held = Held(holders)
     with _put_back(holders), unchanged_global_state():
+        for (path, name), value in given.items():
+            if path in held.owners:
+                put(held.owners[path], name, value)
         for i in places:
             seed_global_state(0)
             try:
@@ -124,9 +143,9 @@ def _made(make: _Make, places: list[int], holders: _Holders) -> tuple[dict[int, 
                 found[i] = copy.deepcopy(make(i))
             except Exception:  # noqa: BLE001 - what a row does by itself is for others to say
                 continue
-        now = Held(holders).values
-        is_kept = any(not same(before.get(place, NOTHING), now.get(place, NOTHING)) for place in {**before, **now})
-    return found, is_kept
+        before, now = held.values, Held(holders).values
+        pairs = {place: (before.get(place, NOTHING), now.get(place, NOTHING)) for place in {**before, **now}}
+    return found, {place: pair for place, pair in pairs.items() if not same(*pair)}
 
 
 def _of_dataset(dataset: Any) -> _Holders:
@@ -165,4 +184,14 @@ def _refusal(what: str) -> ConfigurationError:
         "they come, a running mean or maximum), so one example more or less changes what becomes of all later ones.",
         fix="decide it beforehand and from what is public: a list of all labels, a tokenizer, constants to scale by; "
         "or for each row by itself.",
+    )
+
+
+def _counts(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} makes another row of an example when a number that it keeps, and changes as it goes, is another.",
+        why="it counts rows or batches (to mask more of them later, or to cut them less), and how many there were "
+        "follows from who was drawn: one example more or less changes what becomes of all later ones.",
+        fix="let it follow from the number of steps, which is public (a callback that sets it from state.global_step); "
+        "or leave it as it is in all steps.",
     )
