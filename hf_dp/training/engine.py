@@ -276,8 +276,7 @@ class Engine:
         known["certificate"] = certificate
         with unchanged_state(self.model):
             check_strangers(self.model, self._loss, together, **known)
-            if self._check_losses is None:  # known ones look at no other row
-                check_outputs_apart(self.model, self._loss, together, **known)
+            check_outputs_apart(self.model, self._loss, together, **known, is_known=self._check_losses is not None)
             if self.passes == 2:
                 check_two_passes(self.model, self._loss, together, **known)
         ends = hold(uneven, others, self._loaders.widths, functools.partial(self._check_padding, certificate), rare)

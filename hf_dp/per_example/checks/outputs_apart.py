@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.enough_bits import computed, in_enough_bits
 from hf_dp.per_example.checks.moved import moved_by
+from hf_dp.per_example.checks.named import is_own
 from hf_dp.per_example.checks.numbers import Numbers
 from hf_dp.per_example.checks.padding import tolerance_of
 from hf_dp.per_example.ieee import beneath_modes
@@ -46,22 +47,26 @@ def check_outputs_apart(
     certificate: Certificate,
     rules: Mapping[Any, Rule] = RULES,
     tables: Collection[str] = (),
+    is_known: bool = False,
 ) -> None:
     """Checks that an example's gradient and loss stay what they are, whatever the model's outputs for others are.
 
-    For a loss of the user's own. To what the model returns, where that is rows of examples, small and large numbers are
-    added, others to each row. Precision, mode and random numbers are as of `in_enough_bits`. Nothing is asked of a loss
-    that does not call the model, or cannot be computed so, nor of shards.
+    For a loss of the user's own, and a model of a class of the user's. To what the model returns, or to what its last
+    layer does, where that is rows of examples, small and large numbers are added, others to each row. Precision, mode
+    and random numbers are as of `in_enough_bits`. Nothing is asked of what calls neither, or cannot be computed so, nor
+    of shards.
 
     Args:
         batch: two examples or more, short ones.
+        is_known: whether the loss is known to look at no other row than its own.
 
     Raises:
         PreflightError: a gradient moves.
     """
-    if is_sharded(model):
+    of_layers = any(is_own(type(module)) for module in model.modules())
+    if is_sharded(model) or (is_known and not of_layers):
         return
-    tolerance, outputs = tolerance_of(model), _Apart(loss_fn)
+    tolerance, outputs = tolerance_of(model), _Apart(loss_fn, None if is_known else model, of_layers)
     known: dict[str, Any] = {"certificate": certificate, "rules": rules, "tables": tables}
 
     def says_nothing(dtype: torch.dtype) -> None:
@@ -80,6 +85,8 @@ def check_outputs_apart(
         if not adds or len(norms) < 2:
             return says_nothing(dtype)
         own, other = adds[0], 1 if adds[0] == 0 else 0
+        if not outputs.settled(lambda: gradients(_added(take(batch, [own]), _OWN[:1]))):
+            return says_nothing(dtype)
         rows = [(own, one) for one in _OWN] + [(other, one) for one in _OTHERS]
         alone = computed(lambda: [gradients(_added(take(batch, [i]), [one])) for i, one in rows])
         if alone is None:
@@ -112,40 +119,72 @@ def _added(batch: Batch, waves: Collection[tuple[float, float]]) -> dict[str, An
 
 
 class _Apart:
-    """The losses of a batch, of outputs that have added to them what it says."""
+    """The losses of a batch, of outputs that have added to them what it says, once it is `settled` which these are.
 
-    def __init__(self, loss_fn: LossFunction) -> None:
-        self._loss = loss_fn
+    Args:
+        loss_fn: computes them.
+        model: whose outputs are meant; None for its layers' alone.
+        of_layers: whether what the last layer gives is meant.
+    """
+
+    def __init__(self, loss_fn: LossFunction, model: nn.Module | None, of_layers: bool) -> None:
+        self._loss, self._model, self._of_layers = loss_fn, model, of_layers
+        # By module, and names within what it gives: whether that has a row for each example. The last one comes last.
+        self._fits: dict[tuple[Any, ...], bool] = {}
+        self._chosen: set[tuple[Any, ...]] | None = None
+
+    def settled(self, once_more: Callable[[], Any]) -> bool:
+        """Whether there are such outputs, by a pass that was, and another of one example (the first time)."""
+        if self._chosen is None:
+            once_more()
+            fits = [place for place, has_rows in self._fits.items() if has_rows]
+            last = next((place[0] for place in reversed(fits) if place[0] is not self._model), None)
+            self._chosen = {place for place in fits if place[0] in (self._model, last)}
+        return bool(self._chosen)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        waves = batch[_ADDED]
-        hook = model.register_forward_hook(lambda module, given, output: _with(output, waves))
+        layers = [one for one in model.modules() if any(True for _ in one.parameters(recurse=False))]
+        asked = [*(layers if self._of_layers else []), *([] if self._model is None else [model])]
+        at = functools.partial(self._at, batch[_ADDED])
+        hooks = [module.register_forward_hook(at) for module in dict.fromkeys(asked)]
         try:
             return self._loss(model, {name: value for name, value in batch.items() if name != _ADDED})
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
+    def _at(self, waves: Tensor, module: nn.Module, given: Any, output: Any) -> Any:
+        return self._with(output, waves, (module,))
 
-def _with(value: Any, waves: Tensor) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point() and value.ndim and len(value) == len(waves):
-        size, begin = waves.to(value.dtype).unbind(1)
-        if value.ndim == 1:
-            return value + size * begin.cos()
-        places = torch.arange(value.shape[-1], device=value.device)
-        wave = size[:, None] * (begin[:, None] + _WAVE * places).cos()
-        return value + wave.view(len(value), *[1] * (value.ndim - 2), -1)
-    if isinstance(value, dict):
-        for name in list(value):
-            value[name] = _with(value[name], waves)
+    def _with(self, value: Any, waves: Tensor, place: tuple[Any, ...]) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            if self._chosen is None:
+                has_rows = value.ndim > 0 and len(value) == len(waves)
+                self._fits[place] = self._fits.pop(place, True) and has_rows
+            return _raised(value, waves) if place in (self._chosen or ()) else value
+        if isinstance(value, dict):
+            for name in list(value):
+                value[name] = self._with(value[name], waves, (*place, name))
+            return value
+        if type(value) in (list, tuple):
+            return type(value)(self._with(one, waves, (*place, i)) for i, one in enumerate(value))
         return value
-    return type(value)(_with(one, waves) for one in value) if type(value) in (list, tuple) else value
+
+
+def _raised(value: Tensor, waves: Tensor) -> Tensor:
+    size, begin = waves.to(value.dtype).unbind(1)
+    if value.ndim == 1:
+        return value + size * begin.cos()
+    places = torch.arange(value.shape[-1], device=value.device)
+    wave = size[:, None] * (begin[:, None] + _WAVE * places).cos()
+    return value + wave.view(len(value), *[1] * (value.ndim - 2), -1)
 
 
 def _moves() -> PreflightError:
     return PreflightError(
         "an example's gradient is another where the model's outputs for other examples are large.",
-        why="the loss decides something for the whole micro-batch by what the model makes of few examples (a bound at "
-        "a multiple of the median, a skip where one loss is large, only those above the mean), which begins when it "
-        "has learnt something: each would change what others add, beyond what clipping bounds.",
+        why="something is decided for the whole micro-batch by what the model makes of few examples (a bound at a "
+        "multiple of the median, a skip where one loss is large, only those above the mean), which begins when it has "
+        "learnt something: each would change what others add, beyond what clipping bounds.",
         fix="decide it for each example by itself, or by a constant: of public data, or of a private release.",
     )

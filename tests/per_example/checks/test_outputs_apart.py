@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DistilBertForSequenceClassification
 
 from hf_dp.errors import PreflightError
 from hf_dp.losses import per_example_losses
@@ -111,6 +112,41 @@ def test_failure_122_of_a_model_of_transformers(is_tuple: bool) -> None:
 
     with pytest.raises(PreflightError, match="outputs for other examples are large"):
         held(tiny("gpt2", "causal_lm", torch.float32), losses, text_batch("causal_lm"))
+
+
+class Bounded(nn.Module):
+    """Bounds what its head gives by the largest of the micro-batch, from a number on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.is_own = model(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.body(x)
+        largest = outputs.detach().abs()
+        largest = largest.amax(1, keepdim=True) if self.is_own else largest.max()
+        return outputs * (10 / largest).clamp(max=1)
+
+
+class BoundedClassifier(DistilBertForSequenceClassification):
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        output: Any = super().forward(*args, **inputs)
+        output.logits = output.logits * (10 / output.logits.detach().abs().max()).clamp(max=1)
+        return output
+
+
+def test_failure_122_of_what_a_model_decides_behind_its_last_layer() -> None:
+    bounded = Bounded()
+    with pytest.raises(PreflightError, match="outputs for other examples are large"):
+        held(bounded, plain, batch())
+    bounded.is_own = True
+    held(bounded, plain, batch())
+
+
+def test_failure_122_of_a_class_of_ones_own_with_a_known_loss() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(PreflightError, match="outputs for other examples are large"):
+        begun(BoundedClassifier(classifier().config))  # type: ignore[arg-type]
 
 
 def test_failure_122_in_a_loop_of_ones_own() -> None:
