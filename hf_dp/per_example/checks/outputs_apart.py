@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from hf_dp.errors import PreflightError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
+from hf_dp.per_example.checks.beside import beside
 from hf_dp.per_example.checks.enough_bits import computed, in_enough_bits
 from hf_dp.per_example.checks.moved import moved_by
-from hf_dp.per_example.checks.named import is_own
+from hf_dp.per_example.checks.named import is_own, named_in
 from hf_dp.per_example.checks.numbers import Numbers
 from hf_dp.per_example.checks.padding import tolerance_of
 from hf_dp.per_example.ieee import beneath_modes
@@ -123,12 +125,16 @@ class _Apart:
 
     Args:
         loss_fn: computes them.
-        model: whose outputs are meant; None for its layers' alone.
-        of_layers: whether what the last layer gives is meant.
+        model: whose outputs are meant, and those of modules that the loss holds; None for its layers' alone.
+        of_layers: whether what the last layer gives is meant; also where the model as a whole is not called.
     """
 
     def __init__(self, loss_fn: LossFunction, model: nn.Module | None, of_layers: bool) -> None:
         self._loss, self._model, self._of_layers = loss_fn, model, of_layers
+        # A teacher too, which the loss holds or names.
+        named = named_in(loss_fn) if isinstance(loss_fn, types.FunctionType) else ()
+        others = () if model is None else (*beside(model, loss_fn), *named)
+        self._whole = [one for _, one in (("", model), *others) if isinstance(one, nn.Module)]
         # By module, and names within what it gives: whether that has a row for each example. The last one comes last.
         self._fits: dict[tuple[Any, ...], bool] = {}
         self._chosen: set[tuple[Any, ...]] | None = None
@@ -138,15 +144,16 @@ class _Apart:
         if self._chosen is None:
             once_more()
             fits = [place for place, has_rows in self._fits.items() if has_rows]
-            last = next((place[0] for place in reversed(fits) if place[0] is not self._model), None)
-            self._chosen = {place for place in fits if place[0] in (self._model, last)}
+            whole = {place[0] for place in fits if place[0] in self._whole}
+            last = next((place[0] for place in reversed(fits) if place[0] not in self._whole), None)
+            meant = {*whole, last} if self._of_layers or self._model not in whole else whole
+            self._chosen = {place for place in fits if place[0] in meant}
         return bool(self._chosen)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         layers = [one for one in model.modules() if any(True for _ in one.parameters(recurse=False))]
-        asked = [*(layers if self._of_layers else []), *([] if self._model is None else [model])]
         at = functools.partial(self._at, batch[_ADDED])
-        hooks = [module.register_forward_hook(at) for module in dict.fromkeys(asked)]
+        hooks = [module.register_forward_hook(at) for module in dict.fromkeys([*layers, *self._whole])]
         try:
             return self._loss(model, {name: value for name, value in batch.items() if name != _ADDED})
         finally:

@@ -143,6 +143,28 @@ def test_failure_122_of_what_a_model_decides_behind_its_last_layer() -> None:
     held(bounded, plain, batch())
 
 
+def test_failure_122_of_a_loss_that_calls_the_layers_itself() -> None:
+    def losses(model: nn.Module, inputs: Any) -> Tensor:
+        outputs = model[2](model[:2](inputs["x"]))  # type: ignore[index, operator]
+        outputs = outputs * (10 / outputs.detach().abs().max()).clamp(max=1)
+        return F.cross_entropy(outputs, inputs["labels"], reduction="none")
+
+    with pytest.raises(PreflightError, match="outputs for other examples are large"):
+        held(model(), losses, batch())
+
+
+def test_failure_122_of_a_teacher() -> None:
+    teacher = model()
+
+    def losses(model: nn.Module, inputs: Any) -> Tensor:
+        with torch.no_grad():
+            is_sure = teacher(inputs["x"]).softmax(1).amax(1) > 0.6
+        return plain(model, inputs) * (1 + is_sure.any())
+
+    with pytest.raises(PreflightError, match="outputs for other examples are large"):
+        held(model(), losses, batch())
+
+
 def test_failure_122_of_a_class_of_ones_own_with_a_known_loss() -> None:
     torch.manual_seed(0)
     with pytest.raises(PreflightError, match="outputs for other examples are large"):
