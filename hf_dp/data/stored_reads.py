@@ -3,9 +3,10 @@ of `datasets`, wherever these are named?"""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -25,16 +26,18 @@ _ROWS, _STATES = 4, 8
 Reads = dict[int, set[int]]
 
 
-def warn_of_rows_of_others(dataset: Any) -> None:
-    """Says whom a promise to rows is made to, where a transform puts other rows into each, always the same ones."""
-    found = _readings(dataset, 2)
+def warn_of_rows_of_others(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+    """Says whom a promise to rows is made to, where a transform or the collator puts other rows into each, always the
+    same ones. Nothing is said where there is no `collate`: of units."""
+    found = [] if collate is None else _readings(dataset, 2, collate)
     if any(set.intersection(*map(_all, states)) - {own} for own, states in found if own is not None):
         ranks.warn(
             logger,
-            "A row of the training data is made of its own and of other rows, which its transform reads (the one "
-            "before it, an example of its class). What is promised is promised to a row, and much less to a text, or "
-            "a person, that is in several (docs/privacy.md). Make each row of its own data alone, take the others from "
-            "public data, or make whose they are the unit: PrivacyConfig(unit=..., max_examples_per_unit=...).",
+            "A row of the training data is made of its own and of other rows, which its transform, or the collator, "
+            "reads (the one before it, an example of its class). What is promised is promised to a row, and much less "
+            "to a text, or a person, that is in several (docs/privacy.md). Make each row of its own data alone, take "
+            "the others from public data, or make whose they are the unit: PrivacyConfig(unit=..., "
+            "max_examples_per_unit=...).",
         )
 
 
@@ -54,14 +57,16 @@ def mixes_stored_rows(dataset: Any) -> bool:
     return False
 
 
-def _readings(dataset: Any, number: int) -> list[tuple[int | None, list[Reads]]]:
+def _readings(
+    dataset: Any, number: int, collate: Callable[[list[Any]], Any] | None = None
+) -> list[tuple[int | None, list[Reads]]]:
     """Of a few rows the own place, where it is known, and what is read in each of so many random states; nothing of
     what fails.
 
-    Only where reading computes something: of a table of `datasets` its transform does.
+    Only where reading computes something: of a table of `datasets` its transform does, or what collates its rows.
     """
     is_table = isinstance(dataset, datasets.Dataset)
-    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom" and collate is None:
         return []
     if not (is_table or isinstance(dataset, torch.utils.data.Dataset)) or not (n := len(dataset)):
         return []
@@ -75,7 +80,9 @@ def _readings(dataset: Any, number: int) -> list[tuple[int | None, list[Reads]]]
                 for state in range(number):
                     seed_global_state(state)
                     with _noted(places) as asked:
-                        dataset[row]
+                        one = dataset[row]
+                        if collate is not None:
+                            collate([copy.deepcopy(one)])
                     if not asked:  # it has no such tables, or holds all that it needs of them
                         return []
                     states.append(_by_table(asked, known))

@@ -22,6 +22,7 @@ from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.mixing_collator import check_collator
 from hf_dp.data.mixing_dataset import check_dataset
 from hf_dp.data.several_texts import warn_of_several
+from hf_dp.data.stored_reads import warn_of_rows_of_others
 from hf_dp.data.telling_rows import alike_batches, rows_beyond, short_rows, telling_rows, uneven_rows
 from hf_dp.data.widths import Checked, outermost
 from hf_dp.errors import HfDpError, UnseenUseError
@@ -223,7 +224,6 @@ class Engine:
 
     def _check(self) -> Reads | None:
         dataset: Any = self.loader.dataset
-        collate: Any = self.loader.collate_fn
         of_short, of_whole = (NotingDraws(self.model, self._loss) for _ in range(2))
 
         def loss(given: Batch) -> Tensor:
@@ -237,13 +237,14 @@ class Engine:
         memory = Memory(self.model, lambda few: self._loss(self.model, few), self._loss, self._switches, self.by_rows)
         with memory.restored(), uncompiled(), unchanged_global_state():
             check_order(dataset.dataset, self._collate)  # before a row is read
+            warn_of_rows_of_others(dataset.dataset, None if self.loader.draws_units else self._collate.collated)
             with unchanged_state(self.model):
-                few, others = telling_rows(dataset, collate.widths)
+                few, others = telling_rows(dataset, self._loaders.widths)
                 one, other, together = alike_batches(few, self._batch)
                 extremes = extreme_rows(dataset.dataset)
                 warn_of_several(together, are_even=not extremes.uneven)
                 # Where columns tell of ids, labels and lengths, what is no narrower and no wider shows no more.
-                tried = rows_beyond(few, extreme := [dataset[i] for i in extremes.rows], collate.widths)
+                tried = rows_beyond(few, extreme := [dataset[i] for i in extremes.rows], self._loaders.widths)
                 refuse_rows_that_fail(dataset, extremes.rows, tried, lambda row: of_whole(self._batch([row])))
                 check_dataset(dataset.dataset)
                 with self._padding.put_aside():
@@ -251,10 +252,10 @@ class Engine:
                 memory.refuse(one, other, together)
                 uneven = [*uneven_rows(dataset, extremes, few), *self._met]
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
-                self._batch(outermost(uneven, collate.widths))
+                self._batch(outermost(uneven, self._loaders.widths))
             short = self._batch(short_rows(few, self._batch, loss))
             if of_whole.drawn - of_short.drawn:  # Longer rows are moved by numbers that short ones do not draw.
-                short = self._batch([*few, outermost(uneven, collate.widths)[-1]])
+                short = self._batch([*few, outermost(uneven, self._loaders.widths)[-1]])
             try:
                 ends = self._certify(short, uneven, others, rare)
             except UnseenUseError:
@@ -264,9 +265,9 @@ class Engine:
         memory.ask_of(short)
         self._memory, reads = memory, None if is_sharded(self.model) else memory.read_by(short)
         # Ranks that share weights would have to look at a wider row at the same time.
-        uneven = outermost(uneven, collate.widths, ends)
-        collate.check_cut(uneven, self._moved)
-        collate.checked = None if is_sharded(self.model) else Checked(uneven, collate.widths, ends)
+        uneven = outermost(uneven, self._loaders.widths, ends)
+        self._loaders.check_cut(uneven, self._moved)
+        self._loaders.checked = None if is_sharded(self.model) else Checked(uneven, self._loaders.widths, ends)
         return reads
 
     def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = (), rare: Any = ()) -> list[Any]:

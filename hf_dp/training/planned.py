@@ -21,12 +21,10 @@ from hf_dp.config.asked import asked, promised
 from hf_dp.config.secret import check_given_size
 from hf_dp.config.units import drawn_are
 from hf_dp.data.collate import LogicalBatchCollator
-from hf_dp.data.first_seen import left_as_it_was
 from hf_dp.data.loader import DrawnUnits, PoissonDataLoader, RankSampler
 from hf_dp.data.overlapping_rows import warn_of_windows
 from hf_dp.data.repeated import warn_of_repeated
 from hf_dp.data.several_texts import warn_of_pieces
-from hf_dp.data.stored_reads import warn_of_rows_of_others
 from hf_dp.errors import ConfigurationError
 from hf_dp.hub import PrivacyRecord, read_earlier
 from hf_dp.hub.earlier import check_other_people, trainings
@@ -133,8 +131,6 @@ def rows_and_units(dataset: Any, privacy: PrivacyConfig) -> tuple[Any, UnitRows 
         return without_column(dataset, str(privacy.unit)), units
     if not warn_of_pieces(dataset):
         warn_of_windows(dataset)
-    with left_as_it_was(dataset):
-        warn_of_rows_of_others(dataset)
     return dataset, None
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from torch import Tensor
 
 from hf_dp.data.mixing_dataset import check_dataset
 from hf_dp.errors import ConfigurationError
 from tests.training.refusing import refused
-from tests.training.workbench import make, rows
+from tests.training.workbench import make, pad, rows
 
 Rows = dict[str, list[Any]]
 TABLE = datasets.Dataset.from_list([{**row, "place": i} for i, row in enumerate(rows())])
@@ -86,12 +87,28 @@ def test_failure_123_the_trainer_refuses_before_anything_is_spent(tmp_path: Path
     )
 
 
+def before_each(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A collator that reads the row before."""
+    return pad([{**row, "input_ids": TABLE[row["place"] - 1]["input_ids"][:1] + row["input_ids"]} for row in rows])
+
+
+def told(path: Path, dataset: datasets.Dataset, collate: Any = pad) -> None:
+    trainer = make(
+        path, parts={"train_dataset": dataset, "data_collator": collate}, remove_unused_columns=False, max_steps=1
+    )
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate"),
+    [(TABLE.with_transform(beside(lambda i: [i - 1], MIXED["a row"])), pad), (TABLE, before_each)],
+    ids=["by a transform", "by the collator"],
+)
 def test_failure_123_rows_of_always_the_same_others_are_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    dataset: datasets.Dataset, collate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = TABLE.with_transform(beside(lambda i: [i - 1], MIXED["a row"]))
-    make(tmp_path, parts={"train_dataset": before}, remove_unused_columns=False).get_train_dataloader()
-    assert caplog.text.count("is made of its own and of other rows, which its transform reads") == 1
+    told(tmp_path, dataset, collate)
+    assert caplog.text.count("is made of its own and of other rows, which its transform, or the collator, reads") == 1
 
 
 @pytest.mark.parametrize(
@@ -100,7 +117,7 @@ def test_failure_123_rows_of_always_the_same_others_are_warned_of(
         TABLE.with_transform(beside(lambda i: [i], MIXED["a row"])),
         TABLE.with_transform(beside(any_of(len(PUBLIC)), lambda i: PUBLIC[i])),
         BOTH["train"].with_transform(beside(any_of(len(BOTH["test"])), lambda i: BOTH["test"][i])),
-        TABLE.with_format("torch"),
+        TABLE,
     ],
     ids=["its own row", "public rows", "rows that nobody trains on", "no transform"],
 )
@@ -108,5 +125,5 @@ def test_what_is_no_other_row_of_the_training_data_is_read(
     own: datasets.Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_dataset(own)
-    make(tmp_path, parts={"train_dataset": own}, remove_unused_columns=False).get_train_dataloader()
+    told(tmp_path, own)
     assert "of other rows" not in caplog.text
