@@ -192,7 +192,7 @@ class Memory:
         return changed
 
     def _note_unread(self, probe: Any, place: Place, value: Any) -> None:
-        """Of what is not read, but for how many items it has."""
+        """Of what is not read, but for how many items it has, or how far it has counted."""
         none = emptied(value)
         others = many(value) if none is NOTHING else [none]
         if all(self._is_alike(probe, {place: value}, {place: one}) for one in others):
