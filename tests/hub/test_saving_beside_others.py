@@ -122,7 +122,9 @@ def test_of_what_a_tokenizer_saves_all_goes_with_the_model_or_is_said(tmp_path: 
     assert "words.txt" not in str([check for check in verify(tmp_path).checks if not check.passed])
 
 
-def test_of_two_processes_that_save_into_one_folder_none_claims_the_weights_of_the_other(tmp_path: Path) -> None:
+def test_failure_131_of_two_processes_that_save_into_one_folder_none_claims_the_weights_of_the_other(
+    tmp_path: Path,
+) -> None:
     """As it is where each process of several trains alone, by mistake."""
     before = Path(__file__).parent / "version1"
     read = PrivacyRecord.from_json

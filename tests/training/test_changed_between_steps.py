@@ -238,7 +238,7 @@ def with_another_collator(trainer: Any, given: Any) -> None:
 @pytest.mark.parametrize(
     "change", [with_another_preparation, with_another_preparation_of_the_class, with_another_collator]
 )
-def test_what_prepares_batches_is_not_exchanged_between_steps(
+def test_failure_129_what_prepares_batches_is_not_exchanged_between_steps(
     change: Callable[[Any, Any], None], tmp_path: Path
 ) -> None:
     callback = Tells(change)

@@ -56,8 +56,7 @@ class Memory:
         self._probe: Any = None
         # Not kept where each pass holds other things: those of a pass, and its graph, would be kept with it.
         self._latest: Again | None = None
-        self._is_kept = True
-        self._copies: dict[Place, Any] = {}
+        self._is_kept, self._copies = True, dict[Place, Any]()
 
     def refuse(self, one: Any, other: Any, probe: Any) -> None:
         """Refuses what depends on the content of a batch, and what losses follow from.
@@ -106,7 +105,6 @@ class Memory:
                     raise kept_refused(place)
             if not is_new and not is_one:
                 self._note_unread(probe, place, value)
-
         if alike:
             with self._put_back(), unchanged_global_state():
                 self._losses(one)

@@ -43,8 +43,6 @@ COPIED = (*SERIES, *_SETS, *_ARRAYS, Tensor, np.ndarray)
 # Of which nothing is looked at but which they are.
 UNSEEN_WITHIN = (type, types.BuiltinFunctionType, nn.Module)
 _MOST_NUMBERS, _MOST_ITEMS, _DEPTH = 1 << 22, 1 << 14, 4
-# So many times as far: beyond what a warm-up counts to.
-_MANY = 10**6
 
 
 class Which:
@@ -254,9 +252,7 @@ def is_away(value: Any) -> bool:
 
 
 def emptied(value: Any) -> Any:
-    """A series or a set without its items, a number that has counted a million times as far; `NOTHING` of all else."""
-    if type(value) in (int, float):
-        return _MANY * (abs(value) + 1)
+    """A series or a set without its items; `NOTHING` of what has none to lose."""
     is_series = isinstance(value, (list, deque, set)) and len(value)
     return _of_kind(value, ()) if is_series else NOTHING
 

@@ -98,7 +98,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_that_mixes_examples_after_so_many_is_refused_before_a_step(name: str) -> None:
+def test_failure_125_a_model_that_mixes_examples_after_so_many_is_refused_before_a_step(name: str) -> None:
     model = MODELS[name]()
     with pytest.raises(UnsupportedModelError, match=r"^count\S* (counts|keeps something of)"):
         memory_of(model).refuse(batch(2, 0), batch(2, 1), batch(2, 2))

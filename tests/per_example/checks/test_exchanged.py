@@ -136,7 +136,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_rare_row_exchanges_is_refused_in_its_step(name: str) -> None:
+def test_failure_126_what_a_rare_row_exchanges_is_refused_in_its_step(name: str) -> None:
     model = MODELS[name]()
     memory = memory_of(model)
     memory.refuse(batch(1, 0), batch(1, 1), batch(2, 2))

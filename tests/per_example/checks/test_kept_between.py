@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_next_micro_batch_of_a_step_does_not_follow_from_it(name: str) -> None:
+def test_failure_127_the_next_micro_batch_of_a_step_does_not_follow_from_it(name: str) -> None:
     model = MODELS[name]()
     memory = memory_of(model)
     memory.refuse(batch(1, 0), batch(1, 1), batch(2, 2))
@@ -111,7 +111,7 @@ class Masked(Plain):
         return super().forward(mask(len(x)) * x)
 
 
-def test_what_a_cached_function_made_of_the_first_rows_is_refused() -> None:
+def test_failure_130_what_a_cached_function_made_of_the_first_rows_is_refused() -> None:
     scale.cache_clear()
     model = Cached()
     memory = memory_of(model)

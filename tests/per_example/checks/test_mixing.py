@@ -76,7 +76,7 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_noise_that_is_scaled_by_the_padded_width_is_refused_by_name(name: str) -> None:
+def test_failure_128_noise_that_is_scaled_by_the_padded_width_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"^0 is NEFTune's noise \(Embedding\)"):
         check_modules(embeddings(HOOKS[name]))
 

@@ -114,7 +114,9 @@ def test_weights_that_a_trainer_saves_without_their_record_are_said(
 
 
 @pytest.mark.slow
-def test_weights_of_a_save_that_was_killed_are_known_without_their_record(two: list[Any], tmp_path: Path) -> None:
+def test_failure_132_weights_of_a_save_that_was_killed_are_known_without_their_record(
+    two: list[Any], tmp_path: Path
+) -> None:
     folder, model, seen = tmp_path / "saved", classifier(), []
     folder.mkdir()
     model.save_pretrained(folder)
