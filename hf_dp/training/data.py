@@ -26,7 +26,7 @@ from hf_dp.training.refusals import (
     refuse_told_of_training_data,
 )
 from hf_dp.training.refusals.arguments import refuse_changed_steps
-from hf_dp.training.refusals.overrides import preparing, refuse_other_preparation
+from hf_dp.training.refusals.overrides import Preparing
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -107,13 +107,13 @@ class DataMixin(_Base):
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
-        self._preparing = preparing(self, loader)
+        self._preparing = Preparing(self, loader)
         return plan, loader
 
     def _refuse_changed(self, loader: Any) -> None:
         """What a callback may have changed since the training began, and a step must not be made with."""
         refuse_changed_steps(self.args)
-        refuse_other_preparation(self, loader, self._preparing)
+        self._preparing.refuse_another(self, loader)
 
     def num_examples(self, dataloader: Any) -> int:
         """As Trainer's, from which a rate in its log follows; of training data n, which counts units, not rows."""

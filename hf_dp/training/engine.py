@@ -95,7 +95,7 @@ class Engine:
     ) -> None:
         self.model, self._loss, self.loader, collate = model, loss, loader, loader.collate_fn
         self.prepare, self._padding, self._rules, self._check_losses = prepare, padding, rules, check_losses
-        self._loaders: Any = collate
+        self._collator: Any = collate
         # A user's own preparation may mix rows, and draw numbers, as collators do.
         self._collate: Any = collate if own is None else Prepared(collate, own[1], own[0])  # type: ignore[arg-type]
         self._prepare_collated: Callable[[Any], Batch] = prepare if own is None else own[2]
@@ -154,7 +154,7 @@ class Engine:
         if self._installed is not None and not self._installed.is_of(self.model):
             self._check_again()
         for rows in item.get("unlike", []):
-            self._met = outermost([*self._met, *rows], self._loaders.widths)
+            self._met = outermost([*self._met, *rows], self._collator.widths)
             with uncompiled(), unchanged_global_state():
                 known, together = self._padding.counts_columns, self._batch(rows)
                 if self._padding.counts_columns == known:
@@ -193,7 +193,7 @@ class Engine:
         """Which operations use which parameters, for a few rows."""
         self.model.train()
         with unchanged_weights(self.model), unchanged_global_state(), unchanged_state(self.model), failures_refused():
-            few = self._batch(telling_rows(self.loader.dataset, self._loaders.widths)[0])
+            few = self._batch(telling_rows(self.loader.dataset, self._collator.widths)[0])
             return survey(self.model, self._loss, few, rules=self._rules)
 
     def check(self) -> None:
@@ -207,7 +207,7 @@ class Engine:
         if self.passes == 2:
             refuse_two_passes(self.model, self.loader.draws_units)
         shown = passes_shown(self.model, is_silent=self.is_silent)
-        with shown, unchanged_weights(self.model), failures_refused(), self._loaders.measuring_once():
+        with shown, unchanged_weights(self.model), failures_refused(), self._collator.measuring_once():
             reads = self._check()
         # Ranks that share weights would have to look again at the same time. What passes write to is known by now.
         self._installed = None if is_sharded(self.model) else Installed(self.model)
@@ -239,12 +239,12 @@ class Engine:
             check_order(dataset.dataset, self._collate)  # before a row is read
             warn_of_rows_of_others(dataset.dataset, None if self.loader.draws_units else self._collate.collated)
             with unchanged_state(self.model):
-                few, others = telling_rows(dataset, self._loaders.widths)
+                few, others = telling_rows(dataset, self._collator.widths)
                 one, other, together = alike_batches(few, self._batch)
                 extremes = extreme_rows(dataset.dataset)
                 warn_of_several(together, are_even=not extremes.uneven)
                 # Where columns tell of ids, labels and lengths, what is no narrower and no wider shows no more.
-                tried = rows_beyond(few, extreme := [dataset[i] for i in extremes.rows], self._loaders.widths)
+                tried = rows_beyond(few, extreme := [dataset[i] for i in extremes.rows], self._collator.widths)
                 refuse_rows_that_fail(dataset, extremes.rows, tried, lambda row: of_whole(self._batch([row])))
                 check_dataset(dataset.dataset)
                 with self._padding.put_aside():
@@ -252,10 +252,10 @@ class Engine:
                 memory.refuse(one, other, together)
                 uneven = [*uneven_rows(dataset, extremes, few), *self._met]
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
-                self._batch(outermost(uneven, self._loaders.widths))
+                self._batch(outermost(uneven, self._collator.widths))
             short = self._batch(short_rows(few, self._batch, loss))
             if of_whole.drawn - of_short.drawn:  # Longer rows are moved by numbers that short ones do not draw.
-                short = self._batch([*few, outermost(uneven, self._loaders.widths)[-1]])
+                short = self._batch([*few, outermost(uneven, self._collator.widths)[-1]])
             try:
                 ends = self._certify(short, uneven, others, rare)
             except UnseenUseError:
@@ -265,9 +265,9 @@ class Engine:
         memory.ask_of(short)
         self._memory, reads = memory, None if is_sharded(self.model) else memory.read_by(short)
         # Ranks that share weights would have to look at a wider row at the same time.
-        uneven = outermost(uneven, self._loaders.widths, ends)
-        self._loaders.check_cut(uneven, self._moved)
-        self._loaders.checked = None if is_sharded(self.model) else Checked(uneven, self._loaders.widths, ends)
+        uneven = outermost(uneven, self._collator.widths, ends)
+        self._collator.check_cut(uneven, self._moved)
+        self._collator.checked = None if is_sharded(self.model) else Checked(uneven, self._collator.widths, ends)
         return reads
 
     def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = (), rare: Any = ()) -> list[Any]:
@@ -280,7 +280,7 @@ class Engine:
             check_outputs_apart(self.model, self._loss, together, **known, is_known=self._check_losses is not None)
             if self.passes == 2:
                 check_two_passes(self.model, self._loss, together, **known)
-        ends = hold(uneven, others, self._loaders.widths, functools.partial(self._check_padding, certificate), rare)
+        ends = hold(uneven, others, self._collator.widths, functools.partial(self._check_padding, certificate), rare)
         if len(self._groups) > 1 and isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
             # What is refused of a backward pass in which groups are handed on.
             with unchanged_global_state(), unchanged_state(self.model):

@@ -190,8 +190,8 @@ def _raised(value: Tensor, waves: Tensor) -> Tensor:
 def _moves() -> PreflightError:
     return PreflightError(
         "an example's gradient is another where the model's outputs for other examples are large.",
-        why="something is decided for the whole micro-batch by what the model makes of few examples (a bound at a "
-        "multiple of the median, a skip where one loss is large, only those above the mean), which begins when it has "
-        "learnt something: each would change what others add, beyond what clipping bounds.",
+        why="what is decided for the whole micro-batch by what the model makes of few (a bound at a multiple of the "
+        "median, a skip where one loss is large) begins when it has learnt something, and moves what others add beyond "
+        "the clipping bound.",
         fix="decide it for each example by itself, or by a constant: of public data, or of a private release.",
     )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.per_example.checks.named import is_own
+from hf_dp.per_example.waiting import answers_at_once
 
 NOTHING = object()
 # Whatever comes of a value that a model did not write.
@@ -248,7 +249,7 @@ def is_away(value: Any) -> bool:
     """Whether an accelerator would have to be waited for."""
     if isinstance(value, SERIES):
         return any(map(is_away, value))
-    return isinstance(value, Tensor) and value.device.type != "cpu"
+    return isinstance(value, Tensor) and not answers_at_once(value.device)
 
 
 def emptied(value: Any) -> Any:

@@ -10,23 +10,28 @@ from hf_dp.training.behind.table import has_known_loss
 _PREPARING = "_prepare_inputs", "_prepare_input"
 
 
-def preparing(trainer: Any, loader: Any) -> dict[str, Any]:
-    """What makes batches of rows, by name: methods, wherever they stand, and the collator of the loader."""
+class Preparing:
+    """What makes batches of rows as a training begins: methods, wherever they stand, and the collator of the loader."""
+
+    def __init__(self, trainer: Any, loader: Any) -> None:
+        self._by = _preparing(trainer, loader)
+
+    def refuse_another(self, trainer: Any, loader: Any) -> None:
+        """Refuses a step whose batches are made by something else (`ConfigurationError`)."""
+        now = _preparing(trainer, loader)
+        for name in (name for name, found in self._by.items() if found != now[name]):
+            raise ConfigurationError(
+                f"a private step with another {name} than the training began with.",
+                why="that it mixes no rows, and keeps nothing of them, was found out of the one that there was then.",
+                fix="put it there before train(), and leave it; let it go by a number that it reads, which is looked "
+                "at again where it changes.",
+            )
+
+
+def _preparing(trainer: Any, loader: Any) -> dict[str, list[Any]]:
     places = [vars(trainer), *(vars(kind) for kind in type(trainer).__mro__)]
     found = {name: [held[name] for held in places if name in held] for name in _PREPARING}
     return {**found, "collator": [loader.collate_fn]}
-
-
-def refuse_other_preparation(trainer: Any, loader: Any, begun_with: dict[str, Any]) -> None:
-    """Refuses a step whose batches are made by something else than `preparing` found (`ConfigurationError`)."""
-    now = preparing(trainer, loader)
-    for name in (name for name, found in begun_with.items() if found != now[name]):
-        raise ConfigurationError(
-            f"a private step with another {name} than the training began with.",
-            why="that it mixes no rows, and keeps nothing of them, was found out of the one that there was then.",
-            fix="put it there before train(), and leave it; let it go by a number that it reads, which is looked at "
-            "again where it changes.",
-        )
 
 
 def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
