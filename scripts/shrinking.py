@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,6 +66,8 @@ SIZES: Mapping[str, Any] = {
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
 }
+# Of models in stages: how many layers each has, and how wide each is, of which the heads are parts.
+_STAGES, _WIDTHS, _NARROWEST = ("depths", "encoder_depths"), ("hidden_sizes", "embed_dims", "encoder_hidden_sizes"), 8
 #: What is left as the config has it, in turn, until a model comes of it; UNSET: what has no value is given one.
 UNSET = "what is unset is set"
 LEFT = (
@@ -99,7 +102,15 @@ def _small(config: Any, left: tuple[str, ...]) -> dict[str, Any]:
         is_alike = given.get(name) is None or isinstance(size, int) == isinstance(given[name], int)
         return name in given and name not in left and is_alike
 
-    return {**off, **{name: size for name, size in SIZES.items() if fits(name, size)}}
+    stages = {name: [1] * len(given[name]) for name in _STAGES if name not in left and _are_whole(given.get(name))}
+    for name in _WIDTHS:
+        if name not in left and _are_whole(widths := given.get(name)):
+            stages[name] = [width * _NARROWEST // math.gcd(*widths) for width in widths]
+    return {**off, **stages, **{name: size for name, size in SIZES.items() if fits(name, size)}}
+
+
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, int) for one in value)
 
 
 def small_config(kind: type, left: tuple[str, ...]) -> Any:
@@ -127,6 +138,8 @@ def small_model(kind: type, config_kind: type, head: str) -> nn.Module:
         try:
             torch.manual_seed(0)
             config = small_config(config_kind, left)
+            if head == "segmentation":
+                config.use_auxiliary_head = False
             model: Any = kind(config)
             if sum(p.numel() for p in model.parameters()) > _LARGEST:
                 raise NotMadeError("it stays large")

@@ -24,6 +24,7 @@ import typer
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
+from hf_dp import still_batch_norm
 from scripts import judging
 from scripts.shrinking import FAILURES, NotMadeError, batch_for, small_model
 
@@ -45,6 +46,9 @@ _SECONDS = 120
 NOT_MADE = "not made: "
 # Of a decoder whose own loss does not shift the labels.
 UNSHIFTED, TOLD = "does not shift the labels", "ForMaskedLM"
+# Of a model with batch norms, which keep the statistics that they have.
+BATCH_NORM, STILL = "is batch normalisation", "still"
+_SIGNS = {TOLD: "*", STILL: "†"}
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -76,20 +80,26 @@ def _is_random(model: nn.Module, batch: dict[str, Any]) -> bool:
 
 
 def judge_class(name: str, kind: str, head: str) -> str:
-    """ "exact 3e-16", "refused: why", "WRONG ..." or "not made: why"; and after which `loss_type` it is not refused."""
+    """ "exact 3e-16", "refused: why", "WRONG ..." or "not made: why"; and after what it is not refused: which
+    `loss_type`, or that batch norms keep their statistics."""
     said = _judged(name, kind, head)
-    if UNSHIFTED in said and (again := _judged(name, kind, head, TOLD)).startswith("exact"):
+    if UNSHIFTED in said and (again := _judged(name, kind, head, loss_type=TOLD)).startswith("exact"):
         return f"{again} {TOLD}"
+    if BATCH_NORM in said:
+        again = _judged(name, kind, head, is_still=True)
+        return f"{again} {STILL}" if again.startswith("exact") else again
     return said
 
 
-def _judged(name: str, kind: str, head: str, loss_type: str | None = None) -> str:
+def _judged(name: str, kind: str, head: str, loss_type: str | None = None, is_still: bool = False) -> str:
     try:
         with _limited(), judging.sorted_in_float64():
             made = getattr(transformers, kind)
             model: Any = small_model(made, made.config_class or transformers.CONFIG_MAPPING[name], head)
             if loss_type is not None:
                 model.loss_type = loss_type
+            if is_still:
+                still_batch_norm(model)
             state, config = model.state_dict(), model.config
             is_random = _is_random(model, batch_for(head, config, 3))
 
@@ -129,7 +139,9 @@ def page(found: dict[str, dict[str, str]]) -> str:
 
     def of(head: str, beginning: str) -> list[str]:
         names = {name: said for name, said in found[head].items() if said.startswith(beginning)}
-        return [f"{name}*" if said.endswith(TOLD) else name for name, said in sorted(names.items())]
+        return [
+            name + next((s for e, s in _SIGNS.items() if said.endswith(e)), "") for name, said in sorted(names.items())
+        ]
 
     lines = [
         "# Model families",
@@ -149,12 +161,16 @@ def page(found: dict[str, dict[str, str]]) -> str:
         f"| {head} | {len(of(head, 'exact'))} | {len(of(head, 'refused'))} | {len(of(head, NOT_MADE))} |"
         for head in found
     ]
-    stars = [f'A star: after `model.loss_type = "{TOLD}"`, since its own loss {UNSHIFTED}.', ""]
+    stars = [
+        f'A star: after `model.loss_type = "{TOLD}"`, since its own loss {UNSHIFTED}. A dagger: after',
+        "`hf_dp.still_batch_norm(model)`, since batch norms compute each example's output from the whole batch.",
+        "",
+    ]
     lines += [
         "",
         "## Exact",
         "",
-        *(stars if any(said.endswith(TOLD) for told in found.values() for said in told.values()) else []),
+        *(stars if any(said.endswith((*_SIGNS,)) for told in found.values() for said in told.values()) else []),
     ]
     lines += [f"- **{head}**: {', '.join(of(head, 'exact'))}" for head in found]
     lines += ["", "## Refused", ""]

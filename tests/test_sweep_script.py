@@ -15,7 +15,8 @@ from scripts.shrinking import NotMadeError, small_model
         ("causal_lm", "opt", "exact"),
         ("causal_lm", "trocr", "exact"),
         ("sequence", "bert", "exact"),
-        ("image", "mobilenet_v1", "refused: mobilenet_v1.conv_stem.normalization is batch normalisation"),
+        ("image", "resnet", "exact"),
+        ("segmentation", "segformer", "exact"),
         ("causal_lm", "reformer", "not made"),
     ],
 )
