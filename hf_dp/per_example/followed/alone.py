@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_dp.per_example.followed.axes import Axes, is_mask, is_plainly_folded, part_along
-from hf_dp.per_example.followed.operations import axis_of, works_by_rows
-from hf_dp.per_example.followed.picking import CHOOSING, MAKING, VIEWING, Operation
-from hf_dp.per_example.followed.picks import PIECES
+from hf_dp.per_example.followed.operations import works_by_rows
+from hf_dp.per_example.followed.picking import CHOOSING, JOINING, MAKING, PIECES, STACKING, VIEWING, Operation
 from hf_dp.per_example.watched import flatten, tensors_in
 
 # What gives one row, or several, after another of its first argument, along an axis that is given in this place.
@@ -21,10 +20,9 @@ _APART = {"unbind": 1, "__iter__": 9, "vsplit": 9, **dict.fromkeys(PIECES, 2)}
 _WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 # Of what these are given besides they take the shape, or the kind.
 _SHAPING = ("view_as", "reshape_as", "expand_as", "type_as")
-_STACKING = ("stack", "pad_sequence")
 _PICKING = ("select", "narrow", "index_select")
 _CUTTING = {"__getitem__", *_PICKING, *_APART}
-_JOINING = ("cat", "concat", "concatenate", "vstack", "row_stack", "hstack", "column_stack", "stack", "pad_sequence")
+_JOINING = {*JOINING, *STACKING, "hstack", "column_stack"}
 
 
 class Joined(NamedTuple):
@@ -130,7 +128,7 @@ class Alone:
         is_own = is_own and (is_each or (joined is not None and not joined.axis))
         if len(found) == 1 and None not in found and not (is_each and is_own):
             is_placed = source is not None and source in self._writes and source not in self._example
-            if is_placed and (op.name in VIEWING or works_by_rows(op.name, op.args, op.kwargs)):
+            if is_placed and (op.name in VIEWING or works_by_rows(op)):
                 self._writes.update((one, self._writes[source]) for one in made)
             else:
                 self._example.update((one, *found) for one in tensors_in(op.output))
@@ -138,7 +136,7 @@ class Alone:
         written = [one for one in tensors_in(op.output, op.args[: op.is_in_place]) if any(one is a for a in data)]
         made += [one for one in written if self._example.pop(one, None) is not None]
         if found == {None}:
-            is_row = is_each and op.name in _STACKING and not all(map(axes.may_lead, data))
+            is_row = is_each and op.name in STACKING and not all(map(axes.may_lead, data))
             return [*owned, *(Owned(one, True, False) for one in made if is_row)]
         if joined is None or None in found:  # nobody knows which of these rows are whose
             return [*owned, *(Owned(one, True, False) for one in made)]
@@ -202,7 +200,7 @@ class Alone:
             if op.name == "narrow":
                 index = slice(int(index), int(index) + given[2])
             ranges = [_rows_of(index, rows)] * len(pieces)
-        elif axis_of(_APART[op.name], op.args, op.kwargs) % source.dim() != axis:
+        elif op.axis_at(_APART[op.name]) % source.dim() != axis:
             return
         else:
             ends = accumulate(1 if one.dim() < source.dim() else one.shape[axis] for one in pieces)
@@ -215,17 +213,8 @@ class Alone:
         made, pieces = op.output, op.picked_of
         if op.name not in _JOINING or not isinstance(made, Tensor) or not pieces:
             return None
-        # As torch has it: what has no axis, or one, is a row, or a column.
-        is_flat, is_new = pieces[0].dim() < 2, op.name in ("stack", "pad_sequence")
-        if op.name == "pad_sequence":
-            axis = 0 if op.kwargs.get("batch_first", op.args[1] if len(op.args) > 1 else False) else 1
-        elif op.name in ("vstack", "row_stack"):
-            axis, is_new = 0, is_flat
-        elif op.name in ("hstack", "column_stack"):
-            axis = 0 if is_flat and op.name == "hstack" else 1
-            is_new = is_flat and (op.name == "column_stack" or not pieces[0].dim())
-        else:
-            axis = axis_of(1, op.args, op.kwargs) % made.dim()
+        axis, is_new = op.join
+        axis %= made.dim()
         sizes = [1 if is_new else one.shape[axis] if one.dim() > axis else 0 for one in pieces]
         owners = [self.of(one) for one, n in zip(pieces, sizes, strict=True) for _ in range(n)]
         return Joined(axis, owners) if len(owners) == made.shape[axis] else None

@@ -58,7 +58,7 @@ class CutRows:
     def keep(self, op: Operation, data: list[Tensor]) -> None:
         """Takes note of what is computed row by row from pieces, all of which belong to the same."""
         source = op.source
-        if source is None or source not in self._known or not works_by_rows(op.name, op.args, op.kwargs):
+        if source is None or source not in self._known or not works_by_rows(op):
             return
         axis, rows = self._known[source]
         others = [self._known.get(one, (1, None)) for one in data if one.shape[:1] == source.shape[:1]]

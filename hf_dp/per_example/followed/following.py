@@ -14,12 +14,11 @@ from torch.overrides import TorchFunctionMode
 from hf_dp.per_example.followed.numbers import writes
 from hf_dp.per_example.followed.operations import CELLS
 from hf_dp.per_example.followed.owners import below, beside
+from hf_dp.per_example.followed.picking import Operation
 from hf_dp.per_example.followed.picks import is_write, may_pick_or_write, name_of
-from hf_dp.per_example.followed.results import Results
+from hf_dp.per_example.followed.results import Enter, Results
 from hf_dp.per_example.followed.routes import Routes
 from hf_dp.per_example.watched import METADATA, tensors_in
-
-Enter = Callable[[Tensor], Tensor | None]
 
 
 class Following(TorchFunctionMode):
@@ -27,7 +26,7 @@ class Following(TorchFunctionMode):
 
     Args:
         routes: what is known of rows.
-        enter: as `Routes.followed` has it; inside experts, which were given theirs, None.
+        enter: as `Results` has it; inside experts, which were given theirs, None.
         restored: gets what lies in order again, and what was known of what it was computed from; whether it counts.
         takes_each: whether what was picked is one of each example anyway.
         is_data: whether anything of the batch is in a tensor.
@@ -46,40 +45,40 @@ class Following(TorchFunctionMode):
         super().__init__()
         self._routes, self._enter, self._restored = routes, enter, restored
         self._takes_each, self._is_data, self._unknown = takes_each, is_data, unknown
-        self._results = Results(routes, is_data)
+        self._results = Results(routes, is_data, enter)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, name_of(func)
         if func in METADATA or (self._enter is not None and self._routes.are_in_experts):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             given = [(a, writes(a)) for a in tensors_in(args, kwargs)]
             known = {id(a): self._routes.known(a) for a, _ in given}
             is_blank = all(self._routes.is_blank(a) or not self._is_data(a) for a in tensors_in(args[:1]))
-            is_written = is_write(name_of(func)) and not is_blank and known.get(id(args[0])) is None
+            is_written = is_write(name) and not is_blank and known.get(id(args[0])) is None
             entered = self._enter(args[0]) if is_written and self._enter is not None else None
-            is_cell = name_of(func) in CELLS
+            is_cell = name in CELLS
             inside = beside(tensors_in(args[:2]), known, self._is_data) if is_cell else None
         with self._routes.within(inside) if is_cell else nullcontext():
             output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            self._routes.note_made(name_of(func), args, kwargs, output, self._enter is None)
-        if all(owners is None for owners in known.values()) and not may_pick_or_write(name_of(func)):
+            self._routes.note_made(op := Operation(name, func, args, kwargs, output), self._enter is None)
+        if all(owners is None for owners in known.values()) and not may_pick_or_write(name):
             return output
         with torch._C.DisableTorchFunction():
             made = tensors_in(output)
             is_known = bool(args) and known.get(id(args[0])) is not None
             if not is_known and any(map(self._takes_each, made)):
                 return output
-            owners = self._results.followed(func, args, kwargs, output, known, self._enter, is_blank, entered)
+            owners = self._results.followed(op, known, is_blank, entered)
             if isinstance(owners, list):
                 for piece, own in zip(made, owners, strict=True):
                     self._routes.note(piece, own)
                 return output
             changed = [tensor for tensor, count in given if writes(tensor) != count]
-            if owners is None and (parts := below(name_of(func), args, kwargs, self._routes.batch_size)):
+            if owners is None and (parts := below(op, self._routes.batch_size)):
                 for one in (*made, *changed):
                     self._unknown(one, parts)
             for one in (*made, *changed):

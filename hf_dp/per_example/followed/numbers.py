@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_dp.per_example.followed.axes import is_mask
+from hf_dp.per_example.followed.picking import CATS, Operation
 from hf_dp.per_example.watched import tensors_in
 
-_FOUND = ("nonzero", "argwhere", "argsort", "arange", "randperm")
+_FOUND = ("argsort", "arange", "randperm")
 # Of several results the second one.
 _WITH_ORDER = ("sort", "topk")
-_JOINING = ("cat", "concat", "concatenate", "stack")
 # What keeps numbers as they are, or leaves some out.
 _KEEPING = (
     *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "detach", "t", "ravel"),
@@ -40,11 +40,11 @@ class RowNumbers:
         # Whether they are places, and torch's count of writes to them then.
         self._known: Any = WeakIdKeyDictionary()
 
-    def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, unseen: bool) -> None:
-        """Notes what an operation of this name gave; `unseen` as `are_places` has it."""
-        for place, made in enumerate([output] if isinstance(output, Tensor) else tensors_in(output)):
+    def follow(self, op: Operation, unseen: bool) -> None:
+        """Notes what an operation gave; `unseen` as `are_places` has it."""
+        for place, made in enumerate(tensors_in(op.output)):
             if made.dtype in (torch.int64, torch.int32):
-                self._known[made] = writes(made), self._gives_places(name, args, kwargs, place, unseen)
+                self._known[made] = writes(made), self._gives_places(op, place, unseen)
 
     def are_places(self, index: Any, unseen: bool) -> bool:
         """Whether numbers are; `unseen` of those which no operation gave that was followed."""
@@ -52,13 +52,14 @@ class RowNumbers:
         is_same = count is None or count == writes(index)
         return are_places and is_same
 
-    def _gives_places(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], place: int, unseen: bool) -> bool:
-        if name in _FOUND or (name == "where" and len(args) + len(kwargs) == 1):
+    def _gives_places(self, op: Operation, place: int, unseen: bool) -> bool:
+        name, args, kwargs = op.name, op.args, op.kwargs
+        if name in _FOUND or op.is_search:
             return True
         if name in _WITH_ORDER:
             return place == 1
         others = [one for one in tensors_in(args[1:], kwargs) if not is_mask(one)]
-        if name in _JOINING:
+        if name in CATS or name == "stack":
             return all(self.are_places(one, unseen) for one in tensors_in(args))
         if name in _COUNTING or name in _PICKING:
             of = [*tensors_in(args[:1]), *others]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
+
+from hf_dp.per_example.followed.picking import Operation
 
 # Each row of what they give follows from that row of their first argument, and of others with as many.
 _ELEMENTWISE = frozenset(
@@ -40,11 +40,6 @@ _ALONG_OTHERS = {
 _PRODUCTS = ("matmul", "__matmul__", "mm")
 
 
-def axis_of(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The axis that an operation is given, by name or in a place; the first where it is given none."""
-    return next((kwargs[name] for name in ("dim", "axis") if name in kwargs), args[place] if len(args) > place else 0)
-
-
 def is_elementwise(name: str) -> bool:
     """Whether an operation works on each number by itself, and on those of others that lie beside it."""
     return name in _ELEMENTWISE or name == "where"
@@ -55,16 +50,17 @@ def keeps_axes(name: str) -> bool:
     return name not in _ALONG_OTHERS and name != "embedding"
 
 
-def works_by_rows(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def works_by_rows(op: Operation) -> bool:
     """Whether row i of what an operation gives follows from row i of its first argument alone."""
+    name, args = op.name, op.args
     source = args[0]
     if name == "where":  # of one argument it gives places
-        return len(args) + len(kwargs) == 3
+        return len(args) + len(op.kwargs) == 3
     if name in _PRODUCTS:  # with one matrix for all rows
         return source.dim() > 1 and len(args) > 1 and isinstance(args[1], Tensor) and args[1].dim() == 2
     if name in _NORMS:  # over as many of the last axes as they are given sizes
         return len(args) > 1 and len(args[1]) < source.dim()
     if name not in _ALONG_OTHERS:
         return name in _ELEMENTWISE or (name in _OTHERS and (source.dim() > 1 or not name.endswith("linear")))
-    dimensions, axis = source.dim() + (name == "unsqueeze"), axis_of(_ALONG_OTHERS[name], args, kwargs)
+    dimensions, axis = source.dim() + (name == "unsqueeze"), op.axis_at(_ALONG_OTHERS[name])
     return isinstance(axis, int) and axis % dimensions > 0

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.followed.axes import is_mask
-from hf_dp.per_example.followed.operations import axis_of
-from hf_dp.per_example.followed.picks import BELOW, JOINING, is_write, keeps_first
+from hf_dp.per_example.followed.picking import JOINING, STACKING, Operation
+from hf_dp.per_example.followed.picks import is_write, keeps_first
 from hf_dp.per_example.watched import tensors_in
 
 # Of tensors by their identity: what is known of them.
@@ -33,22 +33,23 @@ def of_rows(owners: Tensor | None, tensor: Tensor) -> Tensor | None:
     return owners.expand(len(tensor)) if tensor.dim() else None
 
 
-def below(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> list[Tensor]:
+def below(op: Operation, size: int) -> list[Tensor]:
     """What an operation lays below one another, if that is not all of so many examples each."""
-    if is_write(name):
+    args = op.args
+    if is_write(op.name):
         place: Any = args[1] if len(args) > 1 else None
-        is_set = name == "__setitem__"
+        is_set = op.name == "__setitem__"
         if keeps_first(place, args[0].dim()) if is_set else isinstance(place, int) and place % args[0].dim():
             return []
         if is_mask(place) and place.dim() > 1:  # into positions of each, which stay where they are
             return []
-        values = [one for one in tensors_in(args[2:], kwargs) if one.numel()]
+        values = [one for one in tensors_in(args[2:], op.kwargs) if one.numel()]
         is_whole = is_set and isinstance(place, int)
         return [] if is_whole and any(_is_of_all(one, size) for one in values) else values
-    if name not in JOINING or _axis(name, args, kwargs) != 0:
+    if not is_join(op) or op.join[0] != 0:
         return []
-    pieces = tensors_in(args[:1], kwargs)
-    return [] if any(_is_of_all(one, size) for one in pieces) else list(pieces)
+    pieces = op.picked_of
+    return [] if any(_is_of_all(one, size) for one in pieces) else pieces
 
 
 def of_all(several: Iterable[Tensor | None]) -> Tensor | None:
@@ -73,14 +74,16 @@ def beside(several: Iterable[Tensor], known: Known, is_data: Callable[[Tensor], 
     return first if first is not None and all(are_same(first, one) for one in found) else None
 
 
-def joined(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known, is_data: Callable[[Tensor], bool]
-) -> Tensor | None:
+def is_join(op: Operation) -> bool:
+    """Whether an operation lays rows below or beside one another."""
+    return op.name in JOINING or op.name in STACKING
+
+
+def joined(op: Operation, known: Known, is_data: Callable[[Tensor], bool]) -> Tensor | None:
     """Of rows one below another, or of what becomes a row each; or of rows `beside` one another."""
-    pieces, axis = tensors_in(args[:1], kwargs), _axis(name, args, kwargs)
+    pieces, (axis, is_stacked) = op.picked_of, op.join
     if not pieces or not isinstance(axis, int):
         return None
-    is_stacked = name in ("stack", "pad_sequence") or (name in BELOW and pieces[0].dim() < 2)
     if axis % max(pieces[0].dim() + is_stacked, 1):
         return beside(pieces, known, is_data)
     owners = [known.get(id(one)) for one in pieces]
@@ -90,13 +93,6 @@ def joined(
         return torch.stack(found) if len(found) == len(owners) else None
     found = [one for piece in pieces if (one := of_rows(known.get(id(piece)), piece)) is not None]
     return torch.cat(found) if len(found) == len(owners) else None
-
-
-def _axis(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Along which what an operation joins lies."""
-    if name == "pad_sequence":
-        return 0 if kwargs.get("batch_first", args[1] if len(args) > 1 else False) else 1
-    return 0 if name in BELOW else axis_of(1, args, kwargs)
 
 
 def _is_of_all(tensor: Tensor, size: int) -> bool:

@@ -21,7 +21,10 @@ CHOOSING = INDEXING.union(
 )
 INDEXED_WRITES = frozenset(("__setitem__", "index_put", "index_put_"))
 INDEXES = INDEXING | INDEXED_WRITES
-JOINING = frozenset(("cat", "concat", "concatenate", "vstack", "row_stack"))
+CATS, _BELOW = ("cat", "concat", "concatenate"), ("vstack", "row_stack")
+JOINING = frozenset((*CATS, *_BELOW))
+STACKING = frozenset(("stack", "pad_sequence"))
+PIECES = ("split", "chunk", "tensor_split", "split_with_sizes")
 # What takes shape and kind from its first argument, and no numbers.
 MAKING = frozenset(
     ("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
@@ -31,15 +34,15 @@ VIEWING = frozenset(("view", "reshape", "unflatten", "view_as", "reshape_as"))
 FIRST = ("input", "self", "tensor", "tensors", "sequences")
 # Where what picks along one axis has it.
 PICKING: dict[str, Place] = {
-    **dict.fromkeys(("cat", "concat", "concatenate"), (1, 0)),
-    **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk", "unsafe_chunk", "unsafe_split"), (2, 0)),
+    **dict.fromkeys(CATS, (1, 0)),
+    **dict.fromkeys((*PIECES, "unsafe_chunk", "unsafe_split"), (2, 0)),
     **dict.fromkeys(("narrow", "narrow_copy", "index_select", "gather", "unfold", "slice"), (1, 0)),
     "sort": (1, -1),
     "topk": (2, -1),
     "take_along_dim": (2, None),
     "hsplit": (9, 1),
     "dsplit": (9, 2),
-    **dict.fromkeys(("vstack", "row_stack", "vsplit"), ()),
+    **dict.fromkeys((*_BELOW, "vsplit"), ()),
     **dict.fromkeys(("masked_select", "take", "msort", "unique", "unique_consecutive", "as_strided"), ()),
 }
 # The same of what turns rows round, which matters where these are the examples' alone.
@@ -72,6 +75,30 @@ class Operation(NamedTuple):
         """Its first argument, if that is a tensor."""
         first = self.args[0] if self.args else None
         return first if isinstance(first, Tensor) else None
+
+    def axis_at(self, place: int) -> Any:
+        """The axis that it is given, by name or in a place; the first where it is given none."""
+        found = self.args[place] if len(self.args) > place else 0
+        return next((self.kwargs[name] for name in ("dim", "axis") if name in self.kwargs), found)
+
+    @property
+    def is_search(self) -> bool:
+        """Whether it gives the numbers of some rows of its argument."""
+        return self.name in ("nonzero", "argwhere") or (self.name == "where" and len(self.args) + len(self.kwargs) == 1)
+
+    @property
+    def join(self) -> tuple[Any, bool]:
+        """Along which axis of its result what it joins lies, and whether that axis is new."""
+        axes = self.picked_of[0].dim() if self.picked_of else 0
+        if self.name == "pad_sequence":
+            is_first = self.kwargs.get("batch_first", self.args[1] if len(self.args) > 1 else False)
+            return (0 if is_first else 1), True
+        # As torch has it: what has no axis, or one, is a row, or a column.
+        if self.name in _BELOW:
+            return 0, axes < 2
+        if self.name in ("hstack", "column_stack"):
+            return (0 if axes < 2 and self.name == "hstack" else 1), axes < (2 if self.name == "column_stack" else 1)
+        return self.axis_at(1), self.name == "stack"
 
     @property
     def picked_of(self) -> list[Tensor]:
@@ -154,8 +181,7 @@ class Operation(NamedTuple):
     def found_one_of_each(self, size: int) -> list[bool]:
         """Whether rows that were searched for are one of each of so many examples, in order; nothing of others."""
         source, several = self.source, tensors_in(self.output)
-        is_search = self.name in ("nonzero", "argwhere") or (self.name == "where" and len(self.args) == 1)
-        if not is_search or source is None or not source.dim() or len(source) % size or len(several[0]) != size:
+        if not self.is_search or source is None or not source.dim() or len(source) % size or len(several[0]) != size:
             return []
         first = several[0] if several[0].dim() == 1 else several[0][:, 0]
         return [torch.equal(first // (len(source) // size), torch.arange(size, device=first.device))]

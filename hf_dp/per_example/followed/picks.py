@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.followed.axes import is_mask
-from hf_dp.per_example.followed.operations import axis_of
+from hf_dp.per_example.followed.picking import JOINING, PIECES, STACKING, Operation
 
-BELOW = ("vstack", "row_stack")
-JOINING = ("cat", "concat", "concatenate", "stack", "pad_sequence", *BELOW)
-PIECES = ("split", "chunk", "tensor_split", "split_with_sizes")
-# What gives the numbers of some rows, which are of these rows.
-FINDING = ("nonzero", "argwhere", "where")
 # What may say how many rows of a kind each example has.
 NUMBERING = ("sum", "count_nonzero")
+REPEATING = ("repeat_interleave", "repeat")
 _ADDING = ("index_add", "scatter_add", "scatter_reduce")
 
 
@@ -65,17 +61,18 @@ def is_write(name: str) -> bool:
     return name in _WRITING or name.removesuffix("_") in _WRITING
 
 
-def picked(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pick | None:
+def picked(op: Operation) -> Pick | None:
     """The rows that an operation picks, all else being left as it is; None where it picks none that are known."""
-    if name == "index_select":
-        index = kwargs.get("index", args[-1])
-        return Pick(index, True) if axis_of(1, args, kwargs) == 0 and _are_numbers(index) else None
-    return _of_index(args[1])[0] if name == "__getitem__" else None
+    if op.name == "index_select":
+        index = op.kwargs.get("index", op.args[-1])
+        return Pick(index, True) if op.axis_at(1) == 0 and _are_numbers(index) else None
+    return _of_index(op.args[1])[0] if op.name == "__getitem__" else None
 
 
-def written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write | None:
+def written(op: Operation) -> Write | None:
     """The rows that an operation writes along the first axis."""
-    name = name.removesuffix("_") if not name.startswith("__") else name
+    args, kwargs = op.args, op.kwargs
+    name = op.name.removesuffix("_") if not op.name.startswith("__") else op.name
     if name not in _WRITING or kwargs.keys() - {"accumulate", "alpha", "reduce", "include_self"}:
         return None
     if name in ("__setitem__", "index_put") and len(args) > 2:
@@ -138,4 +135,5 @@ def _are_numbers(index: Any) -> bool:
 
 
 _WRITING = (*_ADDING, "index_copy", "index_put", "masked_scatter", "scatter", "__setitem__")
-_NAMES = (*JOINING, *PIECES, *FINDING, *NUMBERING, "__getitem__", "index_select", "repeat_interleave", "repeat")
+_FINDING = ("nonzero", "argwhere", "where")
+_NAMES = {*JOINING, *STACKING, *PIECES, *_FINDING, *NUMBERING, *REPEATING, "__getitem__", "index_select"}

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_dp.per_example.followed import picks
-from hf_dp.per_example.followed.operations import axis_of, is_elementwise, keeps_axes, works_by_rows
-from hf_dp.per_example.followed.owners import Known, are_same, joined, of_all, of_rows
-from hf_dp.per_example.followed.picking import MAKING
+from hf_dp.per_example.followed.operations import is_elementwise, keeps_axes, works_by_rows
+from hf_dp.per_example.followed.owners import Known, are_same, is_join, joined, of_all, of_rows
+from hf_dp.per_example.followed.picking import MAKING, PIECES, Operation
 from hf_dp.per_example.followed.routes import Routes
 from hf_dp.per_example.watched import WatchedParameter, tensors_in
 
 Enter = Callable[[Tensor], Tensor | None]
 _VIEWS = ("view", "reshape", "flatten")
-_REPEATING = ("repeat_interleave", "repeat")
 
 
 class Results:
@@ -26,32 +24,25 @@ class Results:
     Args:
         routes: what is known of rows.
         is_data: whether anything of the batch is in a tensor.
+        enter: gives the owners of what rows are picked of, and nothing is known of; None where a module sorts rows.
     """
 
-    def __init__(self, routes: Routes, is_data: Callable[[Tensor], bool]) -> None:
+    def __init__(self, routes: Routes, is_data: Callable[[Tensor], bool], enter: Enter | None) -> None:
         self._routes, self._batch_size, self._is_data = routes, routes.batch_size, is_data
+        self._enter = enter
 
     def followed(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-        known: Known,
-        enter: Enter | None = None,
-        is_blank: bool = True,
-        entered: Tensor | None = None,
+        self, op: Operation, known: Known, is_blank: bool, entered: Tensor | None
     ) -> Tensor | list[Tensor] | None:
         """Those of what an operation gave, from what was `known` of its arguments before; a list, of several pieces.
 
         Args:
-            enter: gives the owners of what rows are picked of, and nothing is known of.
             is_blank: whether there was no data in its first argument before.
             entered: the owners of that by `enter`, before anything was written.
         """
-        name, given = picks.name_of(func), tensors_in(args, kwargs)
-        if name in picks.JOINING:
-            owners = joined(name, args, kwargs, known, self._is_data)
+        name, given = op.name, tensors_in(op.args, op.kwargs)
+        if is_join(op):
+            owners = joined(op, known, self._is_data)
             # Of rows that were joined the numbers may differ later; of examples each has one.
             is_one = not any(one is not None and one.dim() for one in known.values())
             is_one &= owners is not None and owners.shape == (self._batch_size,)
@@ -59,27 +50,19 @@ class Results:
         every = [known.get(id(a)) for a in given if known.get(id(a)) is not None or self._is_data(a)]
         if picks.is_write(name) or name in MAKING or not every or any(one is None or one.dim() for one in every):
             rows = {id(a): of_rows(known.get(id(a)), a) for a in given}
-            found = self._of_rows(name, args, kwargs, output, rows, enter, is_blank, entered)
+            found = self._of_rows(op, rows, is_blank, entered)
             if found is not None or picks.is_write(name) or name in MAKING:
                 return found
         return of_all(every)
 
     def _of_rows(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-        known: Known,
-        enter: Enter | None,
-        is_blank: bool,
-        entered: Tensor | None,
+        self, op: Operation, known: Known, is_blank: bool, entered: Tensor | None
     ) -> Tensor | list[Tensor] | None:
-        source = args[0] if args else None
-        if not isinstance(source, Tensor):
+        name, args, output, source = op.name, op.args, op.output, op.source
+        if source is None:
             return None
         before = known.get(id(source))
-        if (write := picks.written(name, args, kwargs)) is not None:
+        if (write := picks.written(op)) is not None:
             value = None if write.value is None else known.get(id(write.value))
             if write.is_one:
                 if (one := of_all([value])) is None:
@@ -88,70 +71,71 @@ class Results:
             if before is None and is_blank and source.dim():
                 return self._filled(write, source, value)
             return self._written(write, of_rows(entered, source) if before is None else before, value)
-        pick = picks.picked(name, args, kwargs)
-        are_pieces = name in picks.PIECES and axis_of(2, args, kwargs) == 0
-        is_found = name in picks.FINDING and (name != "where" or len(args) + len(kwargs) == 1)
+        pick = picks.picked(op)
+        are_pieces = name in PIECES and op.axis_at(2) == 0
         is_number = name in picks.NUMBERING and isinstance(output, Tensor) and not output.is_floating_point()
-        may_enter = pick is not None or are_pieces or is_found or name in _REPEATING or is_number
-        if before is None and enter is not None and may_enter:
-            before = enter(source)
+        may_enter = pick is not None or are_pieces or op.is_search or name in picks.REPEATING or is_number
+        if before is None and self._enter is not None and may_enter:
+            before = self._enter(source)
             if before is not None and not before.dim():  # whatever of it is picked
                 return before
         if before is None and pick is not None and not self._is_data(source):
-            return self._looked_up(pick, tensors_in(args[1:], kwargs), known, enter)
+            return self._looked_up(pick, tensors_in(args[1:], op.kwargs), known)
         if before is not None and len(before) != len(source) and name not in _VIEWS:  # (1, n, ...)
             return None
         if before is None and is_elementwise(name):
             before = next((owners for owners in known.values() if owners is not None), None)
         if before is None:
             return None
-        if is_found:
+        if op.is_search:
             several = tensors_in(output)
             return [before[output[:, 0] if isinstance(output, Tensor) else several[0]]] * len(several)
         if pick is not None:
-            return self._picked(pick, before, is_sorting=enter is None)
+            return self._picked(pick, before)
         if name == "__getitem__":
             return before if picks.keeps_first(args[1], source.dim()) else None
-        if name in _REPEATING:
-            return self._repeated(name, before, args[1:], kwargs)
+        if name in picks.REPEATING:
+            return self._repeated(op, before)
         if name == "sort":
             return before[output[1]] if source.dim() == 1 else None
         if are_pieces:
-            return self._pieces(before, args, output)
+            return self._pieces(op, before)
         if name in _VIEWS and isinstance(output, Tensor) and output.dim():
             return self._viewed(before, len(output))
-        made, given = tensors_in(output), tensors_in(args, kwargs)
+        made, given = tensors_in(output), tensors_in(args, op.kwargs)
         others = [a for a in given if known.get(id(a)) is not None]
-        if not works_by_rows(name, args, kwargs) or not all(one.shape[:1] == before.shape for one in made):
+        if not works_by_rows(op) or not all(one.shape[:1] == before.shape for one in made):
             return None
         # What has fewer axes is not laid beside the first one.
         is_aligned = not keeps_axes(name) or len({a.dim() for a in (*made, *others)}) < 2
-        if any(self._may_lie_otherwise(a, before, name, enter) for a in given if known.get(id(a)) is None):
+        if any(self._may_lie_otherwise(a, before, name) for a in given if known.get(id(a)) is None):
             return None
         return before if is_aligned and all(are_same(before, known[id(a)]) for a in others) else None
 
-    def _looked_up(self, pick: picks.Pick, index: list[Tensor], known: Known, enter: Enter | None) -> Tensor | None:
+    def _looked_up(self, pick: picks.Pick, index: list[Tensor], known: Known) -> Tensor | None:
         """Of rows of what has no data: those of the numbers, or of the mask, that picked them."""
         if len(index) != 1 or index[0].dim() != 1:
             return None
         owners = known.get(id(index[0]))
         if pick.are_numbers:
             return owners
-        owners = of_rows(enter(index[0]) if owners is None and enter is not None else owners, index[0])
+        if owners is None and self._enter is not None:
+            owners = of_rows(self._enter(index[0]), index[0])
         return None if owners is None else owners[pick.rows]
 
-    def _pieces(self, before: Tensor, args: tuple[Any, ...], output: Any) -> list[Tensor]:
+    def _pieces(self, op: Operation, before: Tensor) -> list[Tensor]:
         """Of rows in pieces; where each example's number of them says how many one is, also of those with none."""
-        sizes = [len(piece) for piece in output]
-        if len(args) > 1 and self._routes.has_one_for_each(args[1]):
+        sizes = [len(piece) for piece in op.output]
+        if len(op.args) > 1 and self._routes.has_one_for_each(op.args[1]):
             each = torch.arange(self._batch_size, device=before.device)
             if torch.equal(before, each.repeat_interleave(torch.tensor(sizes, device=before.device))):
                 return list(each.unbind())
         return list(before.split(sizes))
 
-    def _picked(self, pick: picks.Pick, before: Tensor, is_sorting: bool) -> Tensor | None:
-        """Of rows that were picked; where a module is `is_sorting` those of experts, all of them go back in the end."""
+    def _picked(self, pick: picks.Pick, before: Tensor) -> Tensor | None:
+        """Of rows that were picked; where a module sorts those of experts, all of them go back in the end."""
         owners: Tensor = before[pick.rows]
+        is_sorting = self._enter is None
         if pick.are_numbers and not self._routes.numbers.are_places(pick.rows, unseen=is_sorting):
             # What all go back by leaves no room for others.
             owners = self._routes.sorted_back(owners)
@@ -212,23 +196,23 @@ class Results:
         pieces = before.view(rows, -1)
         return self._routes.sorted_back(pieces[:, 0]) if bool((pieces == pieces[:, :1]).all()) else None
 
-    def _repeated(self, name: str, before: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def _repeated(self, op: Operation, before: Tensor) -> Tensor | None:
         """Of each row several: one after another, or all once more after all."""
-        times = args[0] if args else kwargs.get("repeats")
-        if name == "repeat_interleave":
-            is_along = "dim" in kwargs or len(args) > 1
-            if not is_along or axis_of(1, args, kwargs) != 0 or not isinstance(times, (int, Tensor)):
+        times = op.args[1] if len(op.args) > 1 else op.kwargs.get("repeats")
+        if op.name == "repeat_interleave":
+            is_along = "dim" in op.kwargs or len(op.args) > 2
+            if not is_along or op.axis_at(2) != 0 or not isinstance(times, (int, Tensor)):
                 return None
             owners = before.repeat_interleave(times)
             return self._routes.sorted_back(owners) if isinstance(times, int) else owners
-        sizes = times if isinstance(times, (tuple, list)) else args
+        sizes = times if isinstance(times, (tuple, list)) else op.args[1:]
         return before.repeat(sizes[0]) if sizes and isinstance(sizes[0], int) else None
 
-    def _may_lie_otherwise(self, other: Tensor, before: Tensor, name: str, enter: Enter | None) -> bool:
+    def _may_lie_otherwise(self, other: Tensor, before: Tensor, name: str) -> bool:
         """Whether these may be rows of other examples than those beside them, with which an operation mixes them."""
         if isinstance(other, (nn.Parameter, WatchedParameter)) or other.shape[:1] != before.shape or len(before) < 2:
             return False
-        if enter is None:  # in experts
+        if self._enter is None:  # in experts
             return name == "where" and other.requires_grad
-        own = of_rows(enter(other), other) if self._is_data(other) else before
+        own = of_rows(self._enter(other), other) if self._is_data(other) else before
         return not are_same(before, own)

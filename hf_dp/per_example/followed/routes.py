@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_dp.per_example.followed.numbers import RowNumbers, writes
 from hf_dp.per_example.followed.owners import are_same, of_rows
+from hf_dp.per_example.followed.picking import Operation
 from hf_dp.per_example.order import Order
 from hf_dp.per_example.watched import tensors_in
 
@@ -116,13 +117,13 @@ class Routes:
             if len(owners) % self.batch_size == 0 and not self.are_in_order(owners):
                 self._noted.setdefault(len(owners), {})[id(owners)] = owners
 
-    def note_made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, unseen: bool) -> None:
-        """Takes note of what an operation of this name gave, which tells of rows; `unseen` as `RowNumbers` has it."""
-        self.numbers.follow(name, args, kwargs, output, unseen)
-        if name == "tolist" and args[0].dim() == 1 and self.is_restored(args[0]):
-            self._lists[id(output)] = output
-        if name.removeprefix("new_").removesuffix("_like") in ("zeros", "empty", "ones", "full"):
-            self._blank.update((one, writes(one)) for one in tensors_in(output))
+    def note_made(self, op: Operation, unseen: bool) -> None:
+        """Takes note of what an operation gave, which tells of rows; `unseen` as `RowNumbers` has it."""
+        self.numbers.follow(op, unseen)
+        if op.name == "tolist" and op.args[0].dim() == 1 and self.is_restored(op.args[0]):
+            self._lists[id(op.output)] = op.output
+        if op.name.removeprefix("new_").removesuffix("_like") in ("zeros", "empty", "ones", "full"):
+            self._blank.update((one, writes(one)) for one in tensors_in(op.output))
 
     def has_one_for_each(self, several: Any) -> bool:
         """Whether a list holds one number for each example, in order."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dp.per_example.followed.following import Following, in_experts
+from hf_dp.per_example.followed.picking import Operation
 from hf_dp.per_example.followed.routes import Routes
 from hf_dp.per_example.rule import Axis
 
@@ -36,7 +37,7 @@ def owners_after(work: Callable[[Tensor], Any], enter: bool = False) -> list[int
     module, routes, x = Sorts(work), Routes(B), torch.randn(ROWS, 6)
     if enter:
         for places in (PERM, PLACES, UNDER):
-            routes.note_made("argsort", (), {}, places, unseen=False)
+            routes.note_made(Operation("argsort", torch.argsort, (), {}, places), unseen=False)
         with Following(routes, lambda source: routes.in_order(len(source), source.device)):
             module(x)
     else:
