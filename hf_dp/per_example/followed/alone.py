@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dp.per_example.followed.axes import Axes, is_mask, is_plainly_folded, part_along
+from hf_dp.per_example.followed.axes import Axes, is_cut_across, is_mask, is_plainly_folded, part_along
 from hf_dp.per_example.followed.operations import works_by_rows
 from hf_dp.per_example.followed.picking import CHOOSING, JOINING, MAKING, PIECES, STACKING, VIEWING, Operation
 from hf_dp.per_example.watched import flatten, tensors_in
@@ -116,6 +116,9 @@ class Alone:
         if source is not None and self._may_cut(op, source, axes, leads):
             self._cut(op, source, axes.of(source))
             return []
+        if source is not None and op.name in _CUTTING and not axes.of(source) and is_cut_across(source, size):
+            parts = [one for one in tensors_in(op.output) if one.numel() < source.numel()]
+            return [Owned(one, True, False) for one in parts]
         owned, joined = self._written(op, data, is_new, axes), self._joined(op)
         made = [one for one in tensors_in(op.output) if one.dtype != torch.bool]
         # What is chosen of one example's is that example's, whatever it is chosen by.

@@ -34,7 +34,11 @@ class Axes:
 
     def may_lead(self, tensor: Tensor) -> bool:
         """Whether its size leaves an axis to all examples."""
-        return tensor.dim() > 0 and not self._is_part(tensor) and not tensor.shape[self.of(tensor)] % self._batch_size
+        return tensor.dim() > 0 and self.may_lead_along(tensor, self.of(tensor))
+
+    def may_lead_along(self, tensor: Tensor, axis: int) -> bool:
+        """The same of an axis."""
+        return not self._is_part(tensor) and not tensor.shape[axis] % self._batch_size
 
     def note(self, tensor: Tensor, axis: int) -> None:
         """Takes note that the examples lie there."""
@@ -197,9 +201,19 @@ def is_mask(part: Any) -> bool:
 
 def is_plainly_folded(given: Tensor, batch_size: int) -> bool:
     """Whether `given` is a plain view of a tensor (B, ...) whose examples lie one after another in memory."""
+    return _is_plain(given, batch_size) and len(given) % batch_size == 0
+
+
+def is_cut_across(given: Tensor, batch_size: int) -> bool:
+    """Whether it is such a view, but that its rows are of parts of examples, or of several."""
+    return _is_plain(given, batch_size) and len(given) % batch_size != 0
+
+
+def _is_plain(given: Tensor, batch_size: int) -> bool:
     base = given._base
     return (
         base is not None
+        and given.dim() > 0
         and base.shape[:1] == (batch_size,)
         and base.stride(0) * batch_size == base.numel() == given.numel()
         and base.storage_offset() == given.storage_offset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,10 +45,11 @@ class CutRows:
         """Forgets one."""
         self._known.pop(tensor, default)
 
-    def cut(self, op: Operation, axis: int) -> None:
-        """Takes note of what is picked of B rows, one of each: of others their numbers do not tell."""
+    def cut(self, op: Operation, axis: int, leads: Callable[[Tensor], bool]) -> None:
+        """Takes note of what is picked of B rows, one of each: of others their numbers do not tell; `leads` as `Alone`
+        has it."""
         source, size = op.source, self._batch_size
-        if op.name not in CHOOSING or source is None:
+        if op.name not in CHOOSING or source is None or not leads(source):
             return
         made = tensors_in(op.output) if source.shape[axis] == size else []
         for one, own in zip(made, op.on(numbers_of(source, axis, size)) if made else [], strict=True):

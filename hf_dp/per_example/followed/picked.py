@@ -130,10 +130,11 @@ class Picked(TorchFunctionMode):
         picks_other &= not is_written or any(a.is_floating_point() and self.is_data(a) for a in given[1:])
         if axis and name in JOINING and not picks_other:
             self.axes.note(made[0], axis)
+        in_one_row = bool(changed) and not (picks or picks_other) and self._picks_in_one_row(op)
         if picks or picks_other or any(a in self._indexed for a in given):
             self._indexed.update((one, None) for one in (*rows, *changed))
         if picks and not axis:
-            self._note_owners(op)
+            self._owners.cut(op, 0, self._may_lead)
         elif len(self._owners) and not picks and not picks_other:
             self._owners.keep(op, data)
         if picks:
@@ -162,6 +163,9 @@ class Picked(TorchFunctionMode):
                 known = [self._one_of_each.get(given[0], True) and is_whole]
                 self._one_of_each.update((one, known[0]) for one in changed if is_written)
         known += op.found_one_of_each(self._batch_size)
+        if in_one_row:  # whose the numbers are that are left, or put elsewhere, nobody knows
+            known = [False, *known]
+            self._one_of_each.update((one, False) for one in (*changed, *written))
         is_alone = is_written and isinstance(op.args[-1], Tensor) and self.alone.is_alone(op.args[-1])
         if picks and is_written and not axis and (is_put := self._put(op, 0)) is not None:
             self._one_of_each.update((one, is_put and self._one_of_each.get(one, True)) for one in (*changed, *rows))
@@ -222,10 +226,6 @@ class Picked(TorchFunctionMode):
         found: bool | None = self._one_of_each.get(tensor, None if tensor in self._data else self._within[1])
         return found
 
-    def _note_owners(self, op: Operation, axis: int = 0) -> None:
-        if op.source is not None and self._one_of_each.get(op.source) is not False:
-            self._owners.cut(op, axis)
-
     def _axis(self, op: Operation) -> int:
         """Where the examples lie in what an operation picks of."""
         tensors = [one for one in op.picked_of if one.dim()]
@@ -246,7 +246,7 @@ class Picked(TorchFunctionMode):
             return False
         found = op.on(numbers_of(source, axis, self._batch_size))
         if len(found) > 1 or (found[0].dim() == source.dim() and found[0].shape[axis] < self._batch_size):
-            self._note_owners(op, axis)
+            self._owners.cut(op, axis, self._may_lead)
             return None
         place = in_order(found[0], self._batch_size)
         if place is not None:
@@ -276,6 +276,14 @@ class Picked(TorchFunctionMode):
         if source is None or isinstance(op.picked_of[0], WatchedParameter) or self.are_images(source):
             return False
         return op.picks(source, axis, self.is_data, is_turned=axis == self.axes.of(source))
+
+    def _picks_in_one_row(self, op: Operation) -> bool:
+        """Whether it picks, or writes, some of what all examples have beside one another."""
+        source = op.rows_source
+        if self._batch_size == 1 or source is None or len(source) != 1 or self.alone.is_alone(source):
+            return False
+        axis = next((k for k, n in enumerate(source.shape) if n > 1), 0)
+        return axis > 0 and self.axes.may_lead_along(source, axis) and op.picks(source, axis, self.is_data, True)
 
     def _is_one_of_each(self, op: Operation) -> bool:
         """Whether the B rows that an operation picks of B k are one of each example, in order."""
