@@ -159,22 +159,31 @@ class Alone:
 
     def _written(self, op: Operation, data: list[Tensor], is_new: bool, axes: Axes) -> list[Owned]:
         """What rows of several examples were written into, one after another."""
-        target, value = op.source, op.args[-1] if self.writes(op.func) and len(op.args) > 1 else None
-        if target is None or not isinstance(value, Tensor):
+        target = op.source if self.writes(op.func) else None
+        given = tensors_in(op.args[1:], op.kwargs)
+        if target is None or not given:
             return []
-        example, owned = self.of(value), []
+        # Where rows are written, by numbers that follow from others, is no part of what is written.
+        values = [] if op.is_written else [a for a in given if a.is_floating_point() and any(a is one for one in data)]
+        values = values or given[-1:]
+        examples, owned = {self.of(one) for one in values}, list[Owned]()
+        is_data = any(values[-1] is one for one in data)
+        example = examples.pop() if len(examples) == 1 else None
         is_set, axis = op.name == "__setitem__" and target.dim() > 0, axes.of(target)
         places = [(target, axis, _rows_of(part_along(target, op.args[1], axis), target.shape[axis]))] if is_set else []
         if target._base is not None:
             places.append((target._base, 0, _rows_in(target, target._base)))
         for one, axis, rows in places:
-            several = one.shape[axis] if one.dim() else 1
-            if example is None:
-                if one in self._writes:
+            several, own = one.shape[axis] if one.dim() else 1, self._example.get(one, example)
+            if example is None or own != example:
+                is_mixed = is_data and (own is not None or bool(examples - {None}))
+                if one in self._writes or is_mixed:
                     self._writes[one] = None, False, False
                 # Of one that came from nobody knows where.
-                is_part = rows is not None and rows[1] - rows[0] < several and not axes.may_lead(value)
-                owned += [Owned(one, True, False)] * (is_part and any(value is a for a in data))
+                is_part = rows is not None and rows[1] - rows[0] < several and not axes.may_lead(values[-1])
+                if is_data and (is_part or is_mixed):
+                    self._example.pop(one, None)
+                    owned.append(Owned(one, True, False))
                 continue
             is_whole = rows is not None and several % self._batch_size == 0
             only, is_own, was_new = self._writes.get(one, (example, True, is_new))

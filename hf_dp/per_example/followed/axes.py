@@ -40,6 +40,13 @@ class Axes:
         """The same of an axis."""
         return not self._is_part(tensor) and not tensor.shape[axis] % self._batch_size
 
+    def in_one_row(self, tensor: Tensor | None) -> int:
+        """The axis along which all examples may lie beside one another, in one row; 0 if there are more rows."""
+        if tensor is None or self._batch_size == 1 or tensor.shape[:1] != (1,):
+            return 0
+        axis = next((k for k, n in enumerate(tensor.shape) if n > 1), 0)
+        return axis if self.may_lead_along(tensor, axis) else 0
+
     def note(self, tensor: Tensor, axis: int) -> None:
         """Takes note that the examples lie there."""
         self._axes[tensor] = axis

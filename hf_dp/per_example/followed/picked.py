@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_dp.per_example.followed.alone import Alone
-from hf_dp.per_example.followed.axes import Axes, are_put_back, are_put_to_own, in_order, is_mask, numbers_of
+from hf_dp.per_example.followed.axes import Axes, is_mask
 from hf_dp.per_example.followed.copies import RowCopies
 from hf_dp.per_example.followed.cut_rows import CutRows
 from hf_dp.per_example.followed.picking import (
@@ -51,9 +51,8 @@ class Picked(TorchFunctionMode):
         self._one_of_each: Any = WeakIdKeyDictionary()
         # Of other numbers of rows, as they were picked, whether they are as many of each, in order.
         self._are_even: Any = WeakIdKeyDictionary()
-        # What follows from rows that were picked, be they as many of each or not; and whose those of pieces are.
+        # What follows from rows that were picked, be they as many of each or not.
         self._indexed: Any = WeakIdKeyDictionary()
-        self._owners = CutRows(batch_size)
         # All numbers of examples, in order, as a model counted them: which version; and what was picked by them.
         self._counted: Any = WeakIdKeyDictionary()
         self._taken: Any = WeakIdKeyDictionary()
@@ -62,6 +61,7 @@ class Picked(TorchFunctionMode):
         self._batch_size, self._images = batch_size, images
         self.through, self.alone = ThroughViews(batch_size), Alone(batch_size)
         self.axes, self.copies = Axes(batch_size), RowCopies(set() if inferred is None else inferred)
+        self._owners = CutRows(batch_size, self.axes)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class Picked(TorchFunctionMode):
         kwargs = kwargs or {}
         given = tensors_in(args, kwargs)
         with torch._C.DisableTorchFunction():
-            known = [self._one_of_each[a] for a in given if a in self._one_of_each] if len(self._one_of_each) else []
+            known = [is_one for a in given if (is_one := self._is_one(a)) is not None]
             by = next((found for a in given if (found := self._picked_by(a))), None) if len(self._picked) else None
             self.copies.meet(given, known, by)
             is_new = self.alone.writes(func) and not self.is_data(args[0])
@@ -101,8 +101,16 @@ class Picked(TorchFunctionMode):
             # Of pieces of one example each it makes no difference which of their own rows these are.
             known[one] = is_own and ((is_each and one is op.output) or known.get(one, True))
 
+    def _is_one(self, tensor: Tensor) -> bool | None:
+        if self.through.is_doubted(tensor):
+            return False
+        found: bool | None = self._one_of_each.get(tensor) if len(self._one_of_each) else None
+        # Of a view that was made before others were written to it, or to what it is a view of.
+        is_written = found is None and tensor.shape[:1] == (self._batch_size,) and self.through.of(tensor) == ""
+        return True if is_written else found
+
     def _may_lead(self, tensor: Tensor) -> bool:
-        return self._one_of_each.get(tensor) is not False
+        return self._is_one(tensor) is not False
 
     def _follow(
         self, op: Operation, given: list[Tensor], data: list[Tensor], known: list[bool], by: str | None
@@ -113,7 +121,6 @@ class Picked(TorchFunctionMode):
             return
         written = [one._base for one in made if one._base is not None] + given[: op.is_in_place]
         self._data.update((one, None) for one in (*made, *written))
-        self._one_of_each.update(self.through.written(op, by, any(a in self._indexed for a in given)))
         # Masks hide, and are no rows: those of attention are looked up by rows in every model.
         rows = [one for one in made if one.dtype != torch.bool]
         if op.name == "stack":
@@ -124,10 +131,13 @@ class Picked(TorchFunctionMode):
         name, is_written = op.name, op.is_written
         changed = given[:1] if op.is_in_place else rows if is_written or name in MAY_PICK else []
         picks = bool(changed) and self._picks(op)
-        axis = self._axis(op) if changed else 0
+        axis = self._owners.axis(op) if changed else 0
         picks_other = axis > 0 and self._picks(op, axis)
         # As many are left there, and what is no data moves none of them.
         picks_other &= not is_written or any(a.is_floating_point() and self.is_data(a) for a in given[1:])
+        if not is_written or not (picks or picks_other):
+            found = self.through.written(op, by, any(a in self._indexed for a in given))
+            self._one_of_each.update((one, is_one and self._one_of_each.get(one, True)) for one, is_one in found)
         if axis and name in JOINING and not picks_other:
             self.axes.note(made[0], axis)
         in_one_row = bool(changed) and not (picks or picks_other) and self._picks_in_one_row(op)
@@ -147,7 +157,7 @@ class Picked(TorchFunctionMode):
                     rows = rows if not is_written else [*rows, *changed]
             elif axis:  # which the other ones of the examples may leave as it is
                 if not picks_other and any(self.axes.of(one) != axis for one in rows):
-                    known = [self._along(op, axis) is True, *known]
+                    known = [self._owners.along(op, axis, self._may_lead) is True, *known]
             elif not is_written and name not in JOINING:
                 # From what the numbers follow by which they were picked makes no difference to which they are.
                 is_one = self._is_one_of_each(op)
@@ -157,7 +167,7 @@ class Picked(TorchFunctionMode):
         elif name in VIEWING and (is_even := self._are_even.get(given[0])) is not None:
             known += [is_even] * (len(made) == 1 and made[0].shape[:1] == (self._batch_size,))
         if picks_other:
-            is_whole = (self._put if is_written else self._along)(op, axis)
+            is_whole = (self._owners.put if is_written else self._owners.along)(op, axis, self._may_lead)
             by = by or (name if is_whole is None and not is_written else None)
             if is_whole is not None:
                 known = [self._one_of_each.get(given[0], True) and is_whole]
@@ -166,8 +176,9 @@ class Picked(TorchFunctionMode):
         if in_one_row:  # whose the numbers are that are left, or put elsewhere, nobody knows
             known = [False, *known]
             self._one_of_each.update((one, False) for one in (*changed, *written))
-        is_alone = is_written and isinstance(op.args[-1], Tensor) and self.alone.is_alone(op.args[-1])
-        if picks and is_written and not axis and (is_put := self._put(op, 0)) is not None:
+        is_alone = bool(op.args) and isinstance(op.args[-1], Tensor) and self.alone.is_alone(op.args[-1])
+        is_put = self._owners.put(op, 0, self._may_lead) if picks and is_written and not axis else None
+        if is_put is not None:
             self._one_of_each.update((one, is_put and self._one_of_each.get(one, True)) for one in (*changed, *rows))
             known = [is_put, *known]
         elif is_written and not axis and not is_alone and (value := op.args[-1]) in self._one_of_each:
@@ -176,6 +187,10 @@ class Picked(TorchFunctionMode):
         if by is not None:
             is_filled = op.name == "__setitem__" and not picks and len(given[0]) != self._batch_size
             self._picked.update((one, by) for one in (*rows, *given[:is_filled]))
+        if self.alone.writes(op.func) and given[0].dtype != torch.bool:
+            is_open = is_written and (picks or picks_other) and not is_put and given[0]._base is not None
+            is_wrong = is_open or not all(known) or self._one_of_each.get(given[0]) is False
+            self.through.doubt(op, is_wrong and not is_alone)
         if known:
             self._one_of_each.update((one, all(known)) for one in made if one.dtype != torch.bool)
 
@@ -223,52 +238,8 @@ class Picked(TorchFunctionMode):
             self.axes.note(tensor, axis)
         if self.alone.is_of_one(tensor):
             return False
-        found: bool | None = self._one_of_each.get(tensor, None if tensor in self._data else self._within[1])
-        return found
-
-    def _axis(self, op: Operation) -> int:
-        """Where the examples lie in what an operation picks of."""
-        tensors = [one for one in op.picked_of if one.dim()]
-        several = tensors if op.name in JOINING else tensors[:1]
-        return max((self._owners.of(one, self.axes.of(one))[0] for one in several), default=0)
-
-    def _along(self, op: Operation, axis: int) -> bool | None:
-        """Whether what is picked along another axis than the first is one of each example, in order; None of others."""
-        made = tensors_in(op.output)
-        if op.name in JOINING:
-            pieces = op.picked_of
-            if not all(one in self._owners and self._owners.of(one)[0] == axis for one in pieces):
-                return None
-            self.axes.note(made[0], axis)
-            return self._owners.are_whole(pieces)
-        source = op.source
-        if op.name not in CHOOSING or source is None or source.shape[axis] != self._batch_size:
-            return False
-        found = op.on(numbers_of(source, axis, self._batch_size))
-        if len(found) > 1 or (found[0].dim() == source.dim() and found[0].shape[axis] < self._batch_size):
-            self._owners.cut(op, axis, self._may_lead)
-            return None
-        place = in_order(found[0], self._batch_size)
-        if place is not None:
-            self.axes.note(made[0], place)
-        elif found[0].numel() and self._batch_size not in found[0].shape:
-            self._owners.note(made[0], 0, found[0].reshape(len(found[0]), -1)[:, 0])
-            return None
-        return place is not None
-
-    def _put(self, op: Operation, axis: int) -> bool | None:
-        """Whether rows that are written along an axis come to their own examples; None where nobody knows whose."""
-        value, size = op.args[-1], self._batch_size
-        if op.kwargs or not isinstance(value, Tensor) or not value.dim() or op.args[0].shape[axis] != size:
-            return None
-        first, rows = self._owners.of(value, self.axes.of(value))
-        if rows is None and value.shape[first] != size:
-            return None
-        if not axis:
-            whose = torch.arange(size, device=value.device) if rows is None else rows
-            return None if first or len(whose) < 1 else are_put_to_own(op.name, op.args, whose)
-        is_own = are_put_back(op.func, op.args, axis, size, first, rows)
-        return is_own and self._one_of_each.get(value, True) is True
+        found = self._is_one(tensor)
+        return self._within[1] if found is None and tensor not in self._data else found
 
     def _picks(self, op: Operation, axis: int = 0) -> bool:
         """Whether an operation picks rows of data along an axis, or writes some."""
@@ -279,11 +250,13 @@ class Picked(TorchFunctionMode):
 
     def _picks_in_one_row(self, op: Operation) -> bool:
         """Whether it picks, or writes, some of what all examples have beside one another."""
-        source = op.rows_source
-        if self._batch_size == 1 or source is None or len(source) != 1 or self.alone.is_alone(source):
-            return False
-        axis = next((k for k, n in enumerate(source.shape) if n > 1), 0)
-        return axis > 0 and self.axes.may_lead_along(source, axis) and op.picks(source, axis, self.is_data, True)
+        axis = self.axes.in_one_row(source := op.rows_source)
+        return (
+            axis > 0
+            and source is not None
+            and not self.alone.is_alone(source)
+            and op.picks(source, axis, self.is_data, True)
+        )
 
     def _is_one_of_each(self, op: Operation) -> bool:
         """Whether the B rows that an operation picks of B k are one of each example, in order."""

@@ -20,6 +20,8 @@ class ThroughViews:
 
     def __init__(self, batch_size: int) -> None:
         self._by: Any = WeakIdKeyDictionary()
+        self._doubted: Any = WeakIdKeyDictionary()
+        self._newly: Tensor | None = None
         self._batch_size = batch_size
 
     def written(self, op: Operation, by: str | None, is_indexed: bool) -> list[tuple[Tensor, bool]]:
@@ -31,22 +33,39 @@ class ThroughViews:
             is_indexed: whether it was given any rows that were picked.
         """
         view = op.source
-        if not is_indexed or view is None or view._base is None or op.is_written:
+        if not is_indexed or view is None or view._base is None:
             return []
-        if not any(one is view for one in tensors_in(op.output, op.kwargs)):
+        if op.name != "__setitem__" and not any(one is view for one in tensors_in(op.output, op.kwargs)):
             return []
         base, size = view._base, self._batch_size
         self._by[base] = by or self._by.get(base, "")
-        return [(base, not self._by[base])] * (base.shape[:1] == (size,) != view.shape[:1])
+        return [(base, not self._by[base])] * (base.shape[:1] == (size,))
 
     def of(self, tensor: Tensor) -> str | None:
         """Which operation picked what was written into the memory of a tensor, if any did; "" if it is of all alike."""
         if not len(self._by):
             return None
-        return self._by.get(tensor if tensor._base is None else tensor._base)  # type: ignore[no-any-return]
+        return self._by.get(_whole(tensor))  # type: ignore[no-any-return]
+
+    def doubt(self, op: Operation, is_doubted: bool) -> None:
+        """Takes note of a write, and whether nobody knows whose what was written is: then of all views of that."""
+        whole = None if op.source is None else _whole(op.source)
+        self._newly = whole if is_doubted and whole not in self._doubted else None
+        if is_doubted and whole is not None:
+            self._doubted[whole] = None
+
+    def is_doubted(self, tensor: Tensor) -> bool:
+        """Whether that was written to any of its memory."""
+        return len(self._doubted) > 0 and _whole(tensor) in self._doubted
 
     def forget(self, tensor: Tensor) -> None:
         """Takes note that what lies there is in order."""
-        base = tensor if tensor._base is None else tensor._base
+        base = _whole(tensor)
         if base.numel() == tensor.numel():
             self._by.pop(base, None)
+        if base.numel() == tensor.numel() or base is self._newly:  # the rest is as it was
+            self._doubted.pop(base, None)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base

@@ -1,0 +1,152 @@
+"""Rows of other examples that are written into what was known: through a view, into a piece, or into one example's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dp.per_example import loop, preflight, record
+from tests.per_example.small import Small, relative_error
+from tests.per_example.test_picked_rows_elsewhere import OTHERS, WIDTH, layers, loss, marked, refused
+
+Put = Callable[[Tensor, list[int]], Tensor]
+
+
+def put_in_another_order(put: Put) -> int:
+    """How many batches are refused; in the check all have as many marks, so what is written stays where it is."""
+
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"]
+        order = sorted(range(len(mask)), key=mask.sum(1).tolist().__getitem__)
+        rows = m.other(put(h.clone(), order)).square().sum((1, 2))
+        return torch.stack([rows[order.index(i)] for i in range(len(mask))]) + h.sum((1, 2))
+
+    return refused(function, marked(1, 1, 1), **layers())
+
+
+def into(write: Callable[[Tensor, Tensor], Any], is_new: bool) -> Put:
+    def put(h: Tensor, order: list[int]) -> Tensor:
+        made = torch.zeros_like(h) if is_new else h.clone()
+        write(made, h[order])
+        return made
+
+    return put
+
+
+def each_into(write: Callable[[Tensor, Tensor], Any]) -> Put:
+    def put(h: Tensor, order: list[int]) -> Tensor:
+        made = torch.zeros_like(h)
+        for place, i in enumerate(order):
+            write(made[place], h[i])
+        return made
+
+    return put
+
+
+def rows_into(write: Callable[[Tensor, Tensor], Any]) -> Put:
+    def put(h: Tensor, order: list[int]) -> Tensor:
+        rows = [row.clone() for row in h]
+        for row, i in zip(rows, order, strict=True):
+            write(row, h[i])
+        return torch.stack(rows)
+
+    return put
+
+
+def flat(c: Tensor, rows: Tensor) -> Tensor:
+    return c.view(-1).copy_(rows.view(-1))
+
+
+def by_tokens(row: Tensor, other: Tensor) -> None:
+    for place, token in enumerate(other):
+        row[place].copy_(token)
+
+
+WHOLE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "flat": flat,
+    "tokens": lambda c, rows: c.flatten(0, 1).copy_(rows.flatten(0, 1)),
+    "time first": lambda c, rows: c.transpose(0, 1).copy_(rows.transpose(0, 1)),
+    "some positions": lambda c, rows: c[:, :3].copy_(rows[:, :3]),
+    "a feature": lambda c, rows: c[..., 0].copy_(rows[..., 0]),
+    "added": lambda c, rows: c.mul_(0).view(-1).add_(rows.view(-1)),
+    "set": lambda c, rows: c.view(-1).__setitem__(slice(None), rows.view(-1)),
+    "at places": lambda c, rows: c.view(-1, WIDTH).index_put_((torch.arange(c[..., 0].numel()),), rows.view(-1, WIDTH)),
+    "by weights": lambda c, rows: c.view(-1).lerp_(rows.view(-1), 1.0),
+}
+EACH: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "by weights": lambda row, other: row.lerp_(other, torch.ones_like(other).detach()),
+    "times what was there": lambda row, other: row.zero_().addcmul_(other, row * 0 + 1),
+    "flat": flat,
+    "tokens": by_tokens,
+}
+PUT: dict[str, Put] = {
+    **{f"{name}, of new": into(write, True) for name, write in WHOLE.items()},
+    **{f"{name}, of known": into(write, False) for name, write in WHOLE.items()},
+    **{f"each, {name}": each_into(write) for name, write in EACH.items()},
+    **{f"rows, {name}": rows_into(write) for name, write in EACH.items()},
+}
+
+
+@pytest.mark.parametrize("name", PUT)
+def test_examples_in_another_order_are_refused_where_they_are_written_through_a_view(name: str) -> None:
+    assert put_in_another_order(PUT[name]) > 0
+
+
+def test_views_that_were_made_before_are_doubted_too() -> None:
+    def put(h: Tensor, order: list[int]) -> Tensor:
+        made = torch.zeros_like(h)
+        tokens = made.view(-1, WIDTH)
+        made.transpose(0, 1).copy_(h[order].transpose(0, 1))
+        return tokens.view_as(h)
+
+    assert put_in_another_order(put) > 0
+
+
+PIECES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "copied": lambda piece, order, h: piece.copy_(piece[order]),
+    "set": lambda piece, order, h: piece.__setitem__(slice(None), piece[order]),
+    "at places": lambda piece, order, h: piece.index_copy_(0, torch.arange(len(piece)), piece[order]),
+    "through a view": lambda piece, order, h: piece.view(-1).copy_(piece[order].view(-1)),
+    "added": lambda piece, order, h: piece.mul_(0).add_(h[order.tolist()]),
+    "stacked": lambda piece, order, h: piece.copy_(torch.stack([h[i] for i in order.tolist()])),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_that_others_were_written_into_are_no_longer_whose_they_were(name: str) -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, last = m.linear(data["x"]).tanh(), len(data["mask"]) - 1
+        piece, order = h[list(range(last))], data["mask"].sum(1)[:last].argsort(stable=True)
+        if last:
+            PIECES[name](piece, order, h)
+        rows = m.other(torch.cat([piece, h[[last]]])).square().sum((1, 2))
+        return torch.cat([rows[order.argsort()], rows[last:]]) + h.sum((1, 2))
+
+    assert refused(function, marked(1, 1, 1), **layers())
+
+
+OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "in place": lambda h, mask: torch.cat([h[[0]].mul_(2).tanh_(), h[list(range(1, len(h)))].mul_(2).tanh_()]),
+    "own rows": rows_into(lambda row, other: flat(row, other.sin())),  # type: ignore[dict-item]
+    "each own": each_into(lambda row, other: flat(row, other.sin())),  # type: ignore[dict-item]
+    "all": into(flat, True),  # type: ignore[dict-item]
+    "positions": into(lambda c, rows: c[:, :2].copy_(rows[:, -2:]), False),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_comes_to_its_own_example_is_exact(name: str) -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h = m.linear(data["x"]).tanh()
+        order = data["mask"] if name == "in place" else [*range(len(h))]
+        return m.other(OWN[name](h.clone(), order)).square().sum((1, 2))  # type: ignore[no-any-return]
+
+    model = Small(function, **{name: nn.Linear(WIDTH, WIDTH) for name in ("linear", "other")})
+    certificate = preflight(model, loss, marked(1, 1, 1))
+    for batch in (one for one in OTHERS if one["mask"].shape[1] % len(one["mask"])):
+        found, truth = record(model, loss, batch, certificate=certificate), loop(model, loss, batch)
+        assert relative_error(found, truth) <= 1e-9
