@@ -72,7 +72,8 @@ class Picked(TorchFunctionMode):
         kwargs = kwargs or {}
         given = tensors_in(args, kwargs)
         with torch._C.DisableTorchFunction():
-            known = [is_one for a in given if (is_one := self._is_one(a)) is not None]
+            met = given if len(self._one_of_each) or self.through.were_any else []
+            known = [is_one for a in met if (is_one := self._is_one(a)) is not None]
             by = next((found for a in given if (found := self._picked_by(a))), None) if len(self._picked) else None
             self.copies.meet(given, known, by)
             is_new = self.alone.writes(func) and not self.is_data(args[0])
@@ -102,12 +103,8 @@ class Picked(TorchFunctionMode):
             known[one] = is_own and ((is_each and one is op.output) or known.get(one, True))
 
     def _is_one(self, tensor: Tensor) -> bool | None:
-        if self.through.is_doubted(tensor):
-            return False
-        found: bool | None = self._one_of_each.get(tensor) if len(self._one_of_each) else None
-        # Of a view that was made before others were written to it, or to what it is a view of.
-        is_written = found is None and tensor.shape[:1] == (self._batch_size,) and self.through.of(tensor) == ""
-        return True if is_written else found
+        written = self.through.is_one_of_each(tensor)
+        return written if written is False else self._one_of_each.get(tensor, written)
 
     def _may_lead(self, tensor: Tensor) -> bool:
         return self._is_one(tensor) is not False

@@ -54,9 +54,20 @@ class ThroughViews:
         if is_doubted and whole is not None:
             self._doubted[whole] = None
 
-    def is_doubted(self, tensor: Tensor) -> bool:
-        """Whether that was written to any of its memory."""
-        return len(self._doubted) > 0 and _whole(tensor) in self._doubted
+    @property
+    def were_any(self) -> bool:
+        """Whether any were written."""
+        return len(self._by) + len(self._doubted) > 0
+
+    def is_one_of_each(self, tensor: Tensor) -> bool | None:
+        """Whether as many rows as examples are one of each, as far as what was written to their memory tells."""
+        if not self.were_any:
+            return None
+        whole = _whole(tensor)
+        if whole in self._doubted:
+            return False
+        # Also of a view that was made before they were written.
+        return True if tensor.shape[:1] == (self._batch_size,) and self._by.get(whole) == "" else None
 
     def forget(self, tensor: Tensor) -> None:
         """Takes note that what lies there is in order."""
