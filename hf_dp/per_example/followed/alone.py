@@ -143,7 +143,7 @@ class Alone:
             return [*owned, *(Owned(one, True, False) for one in made if is_row)]
         if joined is None or None in found:  # nobody knows which of these rows are whose
             return [*owned, *(Owned(one, True, False) for one in made)]
-        if is_each and joined.axis and len(op.output) != size:
+        if is_each and (len(op.output) != size if joined.axis else is_own):
             axes.note(op.output, joined.axis)
         elif joined.axis and is_own and is_each:  # with as many positions as examples, nobody knows which is which
             return owned

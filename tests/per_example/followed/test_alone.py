@@ -188,6 +188,26 @@ def test_failure_115_positions_of_one_example_are_no_examples_because_there_are_
     assert relative_error(record(model, loss, batch, certificate=certificate), loop(model, loss, batch)) <= 1e-9
 
 
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "stacked": lambda h: torch.stack([row.sin() for row in h]),
+    "apart": lambda h: torch.stack([torch.stack([*row]) for row in h]),
+    "below": lambda h: torch.cat([row.sin()[None] for row in h]),
+    "padded": lambda h: pad_sequence([*h], batch_first=True),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_the_second_copy_of_two_examples_is_not_the_second_example(name: str) -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"]
+        found = m.other(COPIES[name](h).expand(2, *h.shape)[1][mask.bool()]).square().sum(1)
+        return h.sum((1, 2)).index_add(0, torch.arange(len(h))[:, None].expand_as(mask)[mask.bool()], found)
+
+    batches = [marked(2, 1), marked(1, 3), marked(1, 1), marked(2, 0, 1)]
+    for check in (marked(2, 1, 3), marked(1, 1, 1)):
+        assert not refused(function, check, batches, **layers())
+
+
 def test_iterating_gives_what_it_gives_elsewhere() -> None:
     rows = torch.arange(6.0).view(3, 2)
     with Picked([rows], 3):
