@@ -113,12 +113,12 @@ class Alone:
         data = [one for one in data if not (is_new and one is source)]
         if size == 1 or op.name in MAKING or not data:
             return []
+        is_cut = source is not None and op.name in _CUTTING and source not in self._example and not axes.of(source)
+        if source is not None and is_cut and (is_cut_across(source, size) or axes.is_unclear(source)):
+            return [Owned(one, True, False) for one in tensors_in(op.output) if one.numel() < source.numel()]
         if source is not None and self._may_cut(op, source, axes, leads):
             self._cut(op, source, axes.of(source))
             return []
-        if source is not None and op.name in _CUTTING and not axes.of(source) and is_cut_across(source, size):
-            parts = [one for one in tensors_in(op.output) if one.numel() < source.numel()]
-            return [Owned(one, True, False) for one in parts]
         owned, joined = self._written(op, data, is_new, axes), self._joined(op)
         made = [one for one in tensors_in(op.output) if one.dtype != torch.bool]
         # What is chosen of one example's is that example's, whatever it is chosen by.
@@ -149,6 +149,7 @@ class Alone:
             return owned
         if is_own:
             self._in_order[op.output] = None
+            axes.note_whole(op.output)
         return [*owned, Owned(op.output, is_each, is_own)]
 
     def _may_cut(self, op: Operation, source: Tensor, axes: Axes, leads: Callable[[Tensor], bool]) -> bool:

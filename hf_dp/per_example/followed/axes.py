@@ -25,6 +25,8 @@ class Axes:
         self._batch_size = batch_size
         # None of what is of some examples alone, whose sizes tell nothing.
         self._axes: Any = WeakIdKeyDictionary()
+        # What got another axis, of as many, before that of the examples maybe.
+        self._unclear: Any = WeakIdKeyDictionary()
 
     def of(self, tensor: Tensor) -> int:
         """The second where nothing is known, and sizes leave no other."""
@@ -53,7 +55,8 @@ class Axes:
 
     def follow(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> None:
         """Notes of what an operation `made` where the axis is that it had in data which was `given`."""
-        given = list(given)
+        given, made = list(given), list(made)
+        self._follow_unclear(given, [one for one in made if one.shape[:2] == (self._batch_size, self._batch_size)])
         known = [(one, axis) for one in given if (axis := self._known(one)) is not None]
         if not known and any(self._is_part(one) for one in given):
             self._axes.update((one, None) for one in made)
@@ -66,6 +69,22 @@ class Axes:
                 self._axes[one] = max(found)
             elif any(self._is_left_out(source, axis, one) for source, axis in known):
                 self._axes[one] = None
+
+    def _follow_unclear(self, given: Sequence[Tensor], square: Sequence[Tensor]) -> None:
+        for one in square:
+            is_longer = one._base is None and all(one.shape[: a.dim()] != a.shape for a in given if a.dim())
+            is_wider = one.dim() > max((a.dim() for a in given), default=0) or any(a.shape[:1] == (1,) for a in given)
+            if (is_longer and is_wider) or any(a in self._unclear for a in given):
+                self._unclear[one] = None
+
+    def is_unclear(self, tensor: Tensor) -> bool:
+        """Whether both the first and the second axis may be that of the examples."""
+        return tensor in self._unclear and not self._axes.get(tensor)
+
+    def note_whole(self, tensor: Tensor) -> None:
+        """Takes note that all examples are in what was made of parts."""
+        if self._is_part(tensor):
+            self._axes.pop(tensor)
 
     def stacked(self, pieces: Sequence[Tensor], made: Tensor, new: int) -> None:
         """Notes where the axis of `pieces` is once they are stacked along a `new` one."""

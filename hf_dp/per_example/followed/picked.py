@@ -188,6 +188,8 @@ class Picked(TorchFunctionMode):
             is_open = is_written and (picks or picks_other) and not is_put and given[0]._base is not None
             is_wrong = is_open or not all(known) or self._one_of_each.get(given[0]) is False
             self.through.doubt(op, is_wrong and not is_alone)
+            if any(a in self._indexed for a in given):
+                self.through.note(given[0])
         if known:
             self._one_of_each.update((one, all(known)) for one in made if one.dtype != torch.bool)
 
@@ -207,6 +209,7 @@ class Picked(TorchFunctionMode):
     def forget(self, tensor: Tensor) -> None:
         """Takes note that its rows are as many of each, in order, however they came there."""
         self.through.forget(tensor)
+        self.axes.note_whole(tensor)
         for known in (self._picked, self._one_of_each, self._are_even, self._indexed, self._owners):
             known.pop(tensor, None)
 

@@ -69,6 +69,10 @@ class ThroughViews:
         # Also of a view that was made before they were written.
         return True if tensor.shape[:1] == (self._batch_size,) and self._by.get(whole) == "" else None
 
+    def note(self, tensor: Tensor) -> None:
+        """Takes note that rows which were picked were written into a tensor, and so into all views of it."""
+        self._by.setdefault(_whole(tensor), "")
+
     def forget(self, tensor: Tensor) -> None:
         """Takes note that what lies there is in order."""
         base = _whole(tensor)

@@ -208,6 +208,29 @@ def test_the_second_copy_of_two_examples_is_not_the_second_example(name: str) ->
         assert not refused(function, check, batches, **layers())
 
 
+# Without a loop, beside which sizes do not tell which axis the examples have.
+BY_SIZES: dict[str, Callable[[Tensor], Tensor]] = {
+    "repeated": lambda h: h.repeat(2, 1, 1, 1),
+    "tiled": lambda h: torch.tile(h, (2, 1, 1, 1)).sin(),
+    "weighted": lambda h: h[None] * torch.ones(2, 1, 1, 1, dtype=h.dtype),
+    "by a product": lambda h: torch.einsum("btd,k->kbtd", h, torch.ones(2, dtype=h.dtype)),
+    "joined": lambda h: torch.cat([h[None], h[None]]).sin(),
+}
+
+
+@pytest.mark.parametrize("name", BY_SIZES)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_the_second_of_two_kinds_is_not_the_second_of_two_examples(name: str, is_last: bool) -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"]
+        found = m.other(BY_SIZES[name](h)[1 if is_last else 0][mask.bool()]).square().sum(1)
+        return h.sum((1, 2)).index_add(0, torch.arange(len(h))[:, None].expand_as(mask)[mask.bool()], found)
+
+    batches = [marked(2, 1), marked(1, 3), marked(1, 1), marked(2, 0, 1)]
+    for check in (marked(2, 1, 3), marked(1, 1, 1)):
+        refused(function, check, batches, **layers())
+
+
 def test_iterating_gives_what_it_gives_elsewhere() -> None:
     rows = torch.arange(6.0).view(3, 2)
     with Picked([rows], 3):

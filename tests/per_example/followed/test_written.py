@@ -96,11 +96,21 @@ def test_examples_in_another_order_are_refused_where_they_are_written_through_a_
     assert put_in_another_order(PUT[name]) > 0
 
 
-def test_views_that_were_made_before_are_doubted_too() -> None:
+BEFORE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "through another view": lambda made, rows: made.transpose(0, 1).copy_(rows.transpose(0, 1)),
+    "copied": lambda made, rows: made.copy_(rows),
+    "set": lambda made, rows: made.__setitem__(slice(None), rows),
+    "set at places": lambda made, rows: made.__setitem__(torch.arange(len(rows)), rows),
+    "added": lambda made, rows: made.add_(rows),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_views_that_were_made_before_are_doubted_too(name: str) -> None:
     def put(h: Tensor, order: list[int]) -> Tensor:
         made = torch.zeros_like(h)
         tokens = made.view(-1, WIDTH)
-        made.transpose(0, 1).copy_(h[order].transpose(0, 1))
+        BEFORE[name](made, h[order])
         return tokens.view_as(h)
 
     assert put_in_another_order(put) > 0
@@ -150,3 +160,25 @@ def test_what_comes_to_its_own_example_is_exact(name: str) -> None:
     for batch in (one for one in OTHERS if one["mask"].shape[1] % len(one["mask"])):
         found, truth = record(model, loss, batch, certificate=certificate), loop(model, loss, batch)
         assert relative_error(found, truth) <= 1e-9
+
+
+SPARSE: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
+    "joined": lambda h, n: torch.cat([h[i][:k] for i, k in enumerate(n)]),
+    "narrowed": lambda h, n: torch.cat([h[i].narrow(0, 0, k) for i, k in enumerate(n)]),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_what_parts_were_written_to_has_its_examples_along_an_axis_again(name: str) -> None:
+    """Time first, where they are put in another order."""
+
+    def function(m: Any, data: Any) -> Tensor:
+        x, n = data["x"], data["mask"].sum(1).tolist()
+        at = torch.cat([torch.arange(k) + i * x.shape[1] for i, k in enumerate(n)])
+        made = torch.zeros(x[..., 0].numel(), WIDTH, dtype=x.dtype).index_copy(0, at, SPARSE[name](x, n)).view(x.shape)
+        order = data["mask"].sum(1).argsort(stable=True)
+        rows = made.transpose(0, 1).index_select(1, order).transpose(0, 1)
+        return m.linear(x).sum((1, 2)) + m.other(rows).square().sum((1, 2))[order.argsort()]
+
+    batches = [marked(*counts, length=5) for counts in ((2, 1, 3), (1, 1, 1, 1), (2, 0, 1), (3, 3))]
+    assert refused(function, marked(2, 2, 2, length=5), batches, **layers())
