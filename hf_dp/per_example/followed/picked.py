@@ -185,7 +185,9 @@ class Picked(TorchFunctionMode):
             is_filled = op.name == "__setitem__" and not picks and len(given[0]) != self._batch_size
             self._picked.update((one, by) for one in (*rows, *given[:is_filled]))
         if self.alone.writes(op.func) and given[0].dtype != torch.bool:
+            # What is no data is nobody's, wherever it comes to.
             is_open = is_written and (picks or picks_other) and not is_put and given[0]._base is not None
+            is_open &= any(a.is_floating_point() and self.is_data(a) for a in given[1:])
             is_wrong = is_open or not all(known) or self._one_of_each.get(given[0]) is False
             self.through.doubt(op, is_wrong and not is_alone)
             if any(a in self._indexed for a in given):

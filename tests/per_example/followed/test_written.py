@@ -144,6 +144,8 @@ OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "own rows": rows_into(lambda row, other: flat(row, other.sin())),  # type: ignore[dict-item]
     "each own": each_into(lambda row, other: flat(row, other.sin())),  # type: ignore[dict-item]
     "all": into(flat, True),  # type: ignore[dict-item]
+    "constants": lambda h, _: (h[:, 1:].__setitem__(h[:, 1:, 0] > 0, 0.5), h)[1],  # type: ignore[func-returns-value]
+    "constants, time first": lambda h, _: (h.transpose(0, 1).__setitem__((h[..., 0] > 0).T, 0.5), h)[1],  # type: ignore[func-returns-value]
     "positions": into(lambda c, rows: c[:, :2].copy_(rows[:, -2:]), False),  # type: ignore[dict-item]
 }
 
