@@ -55,8 +55,7 @@ class Axes:
 
     def follow(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> None:
         """Notes of what an operation `made` where the axis is that it had in data which was `given`."""
-        given, made = list(given), list(made)
-        self._follow_unclear(given, [one for one in made if one.shape[:2] == (self._batch_size, self._batch_size)])
+        given = list(given)
         known = [(one, axis) for one in given if (axis := self._known(one)) is not None]
         if not known and any(self._is_part(one) for one in given):
             self._axes.update((one, None) for one in made)
@@ -70,11 +69,14 @@ class Axes:
             elif any(self._is_left_out(source, axis, one) for source, axis in known):
                 self._axes[one] = None
 
-    def _follow_unclear(self, given: Sequence[Tensor], square: Sequence[Tensor]) -> None:
-        for one in square:
+    def follow_unclear(self, given: Sequence[Tensor], made: Iterable[Tensor], is_joined: bool) -> None:
+        """Notes what an operation `made`, that `is_joined` of pieces or not, of which nobody knows which axis leads."""
+        size, are_unclear = self._batch_size, any(a in self._unclear for a in given)
+        is_new = not is_joined and not any(map(self._is_part, given))
+        for one in (one for one in made if one.shape[:2] == (size, size)):
             is_longer = one._base is None and all(one.shape[: a.dim()] != a.shape for a in given if a.dim())
             is_wider = one.dim() > max((a.dim() for a in given), default=0) or any(a.shape[:1] == (1,) for a in given)
-            if (is_longer and is_wider) or any(a in self._unclear for a in given):
+            if are_unclear or (is_new and is_longer and is_wider):
                 self._unclear[one] = None
 
     def is_unclear(self, tensor: Tensor) -> bool:

@@ -26,6 +26,7 @@ from hf_dp.per_example.followed.picking import (
     MAKING,
     MAY_PICK,
     NO_NUMBERS,
+    STACKING,
     VIEWING,
     Operation,
 )
@@ -114,6 +115,7 @@ class Picked(TorchFunctionMode):
     ) -> None:
         """Notes what becomes of `data`, from what was known of all that was `given`."""
         self.axes.follow(data, made := tensors_in(op.output))
+        self.axes.follow_unclear(data, made, op.name in JOINING or op.name in STACKING)
         if op.name in MAKING:
             return
         written = [one._base for one in made if one._base is not None] + given[: op.is_in_place]

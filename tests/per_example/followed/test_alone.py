@@ -231,6 +231,18 @@ def test_the_second_of_two_kinds_is_not_the_second_of_two_examples(name: str, is
         refused(function, check, batches, **layers())
 
 
+def test_examples_that_a_loop_joins_are_clear_where_there_are_as_many_positions() -> None:
+    """As the check itself may have."""
+
+    def function(m: Any, data: Any) -> Tensor:
+        h = m.linear(data["x"]).tanh()
+        rows = torch.stack([h.narrow(0, i, 1)[0] for i in range(len(h))])
+        return m.other(torch.stack([rows[i].flip(0) for i in range(len(h))])).square().sum((1, 2))  # type: ignore[no-any-return]
+
+    batches = [marked(2, 1, 3, length=5), marked(1, 1, 1, 1, length=5)]
+    assert not refused(function, marked(2, 2, 2, length=5), batches, **layers())
+
+
 def test_iterating_gives_what_it_gives_elsewhere() -> None:
     rows = torch.arange(6.0).view(3, 2)
     with Picked([rows], 3):
