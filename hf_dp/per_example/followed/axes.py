@@ -71,9 +71,12 @@ class Axes:
 
     def follow_unclear(self, given: Sequence[Tensor], made: Iterable[Tensor], is_joined: bool) -> None:
         """Notes what an operation `made`, that `is_joined` of pieces or not, of which nobody knows which axis leads."""
-        size, are_unclear = self._batch_size, any(a in self._unclear for a in given)
+        size = self._batch_size
+        if not (square := [one for one in made if one.dim() > 1 and len(one) == size == one.shape[1]]):
+            return
+        are_unclear = any(a in self._unclear for a in given)
         is_new = not is_joined and not any(map(self._is_part, given))
-        for one in (one for one in made if one.shape[:2] == (size, size)):
+        for one in square:
             is_longer = one._base is None and all(one.shape[: a.dim()] != a.shape for a in given if a.dim())
             is_wider = one.dim() > max((a.dim() for a in given), default=0) or any(a.shape[:1] == (1,) for a in given)
             if are_unclear or (is_new and is_longer and is_wider):

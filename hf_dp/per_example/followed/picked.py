@@ -175,7 +175,8 @@ class Picked(TorchFunctionMode):
         if in_one_row:  # whose the numbers are that are left, or put elsewhere, nobody knows
             known = [False, *known]
             self._one_of_each.update((one, False) for one in (*changed, *written))
-        is_alone = bool(op.args) and isinstance(op.args[-1], Tensor) and self.alone.is_alone(op.args[-1])
+        writes = is_written or self.alone.writes(op.func)
+        is_alone = writes and bool(op.args) and isinstance(op.args[-1], Tensor) and self.alone.is_alone(op.args[-1])
         is_put = self._owners.put(op, 0, self._may_lead) if picks and is_written and not axis else None
         if is_put is not None:
             self._one_of_each.update((one, is_put and self._one_of_each.get(one, True)) for one in (*changed, *rows))
@@ -186,7 +187,7 @@ class Picked(TorchFunctionMode):
         if by is not None:
             is_filled = op.name == "__setitem__" and not picks and len(given[0]) != self._batch_size
             self._picked.update((one, by) for one in (*rows, *given[:is_filled]))
-        if self.alone.writes(op.func) and given[0].dtype != torch.bool:
+        if writes and self.alone.writes(op.func) and given[0].dtype != torch.bool:
             # What is no data is nobody's, wherever it comes to.
             is_open = is_written and (picks or picks_other) and not is_put and given[0]._base is not None
             is_open &= any(a.is_floating_point() and self.is_data(a) for a in given[1:])
