@@ -80,7 +80,7 @@ PUT: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PUT)
-def test_examples_in_one_row_that_are_put_in_another_order_are_refused(name: str) -> None:
+def test_failure_133_examples_in_one_row_that_are_put_in_another_order_are_refused(name: str) -> None:
     """In the check all have as many marks, so they stay where they are."""
 
     def function(m: Any, data: Any) -> Tensor:

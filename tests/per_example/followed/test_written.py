@@ -92,7 +92,7 @@ PUT: dict[str, Put] = {
 
 
 @pytest.mark.parametrize("name", PUT)
-def test_examples_in_another_order_are_refused_where_they_are_written_through_a_view(name: str) -> None:
+def test_failure_133_examples_in_another_order_are_refused_where_they_are_written_through_a_view(name: str) -> None:
     assert put_in_another_order(PUT[name]) > 0
 
 
