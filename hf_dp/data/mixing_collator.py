@@ -247,7 +247,7 @@ def _another(narrow: list[Collated], wide: list[Collated]) -> str | None:
 
 def _statistics(samples: Tensor, usual: Tensor) -> tuple[Tensor, Tensor]:
     """Of each of (S, ...): how many elements are not as usual, and what all sum up to, (S,)."""
-    return samples.ne(usual).flatten(1).sum(1), samples.abs().flatten(1).sum(1)
+    return samples.ne(usual).view(len(samples), -1).sum(1), samples.abs().view(len(samples), -1).sum(1)
 
 
 def _without_padding(padded: Tensor, shape: torch.Size) -> Tensor | None:

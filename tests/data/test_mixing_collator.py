@@ -238,6 +238,10 @@ def masked(rows: Rows) -> dict[str, Tensor]:
     return {"input_ids": torch.where(is_masked, words, ids), "labels": ids.masked_fill(~is_masked, -100)}
 
 
+def masked_beside_a_class(rows: Rows) -> dict[str, Tensor]:
+    return {"input_ids": masked(rows)["input_ids"], "labels": torch.tensor([row["labels"] for row in rows])}
+
+
 def whole_words_masked(rows: Rows) -> dict[str, Tensor]:
     """Row by row, as many draws as words; and only then others for all."""
     ids = padded(rows)["input_ids"].clone()
@@ -292,8 +296,12 @@ def test_failure_29_what_depends_on_how_far_a_row_is_padded(collate: Callable[[R
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
-    "collate", [padded, stacked, cropped_each, masked, whole_words_masked, spans_masked, seeded_then_masked]
-)
+    "collate",
+    [
+        padded, stacked, cropped_each, masked, masked_beside_a_class, whole_words_masked, spans_masked,
+        seeded_then_masked,
+    ],
+)  # fmt: skip
 def test_rows_that_are_made_one_by_one_are_accepted(collate: Callable[[Rows], dict[str, Tensor]]) -> None:
     rows = images() if collate in (stacked, cropped_each) else texts()
     state = (torch.get_rng_state(), random.getstate())
