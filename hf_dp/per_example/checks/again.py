@@ -66,15 +66,18 @@ class Again:
         self._named = [*self._tables, *(module._buffers for _, module in self.modules)]
         self.buffers = [((path, name), module) for path, module in self.modules for name in module._buffers]
         self._keys = [*chain.from_iterable(self._named)]
+        # What one loses and the next one gets stands in the same place among all.
+        self._lengths = [*map(len, self._named)]
         self._types = [type(module) for _, module in self.modules]
         self.built = built(self.modules)
 
     def is_untouched(self) -> bool:
         """Whether all hold the very same by the same names, but for tensors and series, of which `values` are those of
         now. If not, more of them may hold what they held."""
-        keys, attributes = [*chain.from_iterable(self._named)], [vars(module) for _, module in self.modules]
-        are_named_so = len(keys) == len(self._keys) and all(map(operator.is_, keys, self._keys))
-        if not are_named_so or not all(map(operator.is_, attributes, self._attributes)):
+        if [*map(len, self._named)] != self._lengths:
+            return False
+        keys, attributes = chain.from_iterable(self._named), [vars(module) for _, module in self.modules]
+        if not all(map(operator.is_, keys, self._keys)) or not all(map(operator.is_, attributes, self._attributes)):
             return False
         # What is let go is none of those that are held on to.
         now, types = chain.from_iterable(map(dict.values, self._tables)), [type(module) for _, module in self.modules]

@@ -43,6 +43,7 @@ class _Model(nn.Module):
         self.numbers, self.series, self.members = [1, 2], (1, [2]), {1, 2}
         self.tensor, self.array, self.device = torch.zeros(3), np.zeros(3), torch.device("cpu")
         self.table, self.empty, self.ordered = {"a": 1, "b": {"c": 2}}, dict[str, Any](), OrderedDict(x=1)
+        self.of_tables = {"on": {"x": 1}, "off": {"y": 2}}
         self.one, self.several, self.slotted = _Object(), [_Object(), _Object()], _Slotted()
         self.lists = [torch.zeros(2), torch.zeros(2)]
         self.queue, self.long = deque([1, 2], 3), list(range(1 << 15))
@@ -78,6 +79,7 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
     "the same tensor": lambda m: setattr(m, "tensor", m.tensor.clone()),
     "an array": lambda m: m.array.fill(1),
     "a value of a table": lambda m: m.table.update(a=2),
+    "from one table to the next": lambda m: m.of_tables["on"].update(y=m.of_tables["off"].pop("y")),
     "a key of a table": lambda m: m.table.update(d=2),
     "a table within": lambda m: m.table["b"].update(c=3),
     "another table": lambda m: setattr(m, "table", {"a": 1}),
