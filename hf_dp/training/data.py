@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from datasets import Dataset
@@ -48,6 +49,7 @@ class DataMixin(_Base):
 
     privacy: PrivacyConfig
     _earlier: tuple[str, ...]
+    _preparing: WeakKeyDictionary[PoissonDataLoader, Preparing]
     max_tokens_per_micro_batch: int | None
     _behind: Usual
     _expected_batch_size: int
@@ -107,13 +109,13 @@ class DataMixin(_Base):
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
-        self._preparing = Preparing(self, loader)
+        self._preparing[loader] = Preparing(self, loader)
         return plan, loader
 
-    def _refuse_changed(self, loader: Any) -> None:
+    def _refuse_changed(self, loader: PoissonDataLoader) -> None:
         """What a callback may have changed since the training began, and a step must not be made with."""
         refuse_changed_steps(self.args)
-        self._preparing.refuse_another(self, loader)
+        self._preparing[loader].refuse_another(self, loader)
 
     def num_examples(self, dataloader: Any) -> int:
         """As Trainer's, from which a rate in its log follows; of training data n, which counts units, not rows."""

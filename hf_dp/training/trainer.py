@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ class DPTrainerMixin(
         self._left_padding = LeftPadding(self._has_usual_loss)
         self._saved_run: SavedRun | None = None
         self._checkpoint: Path | None = None
-        self._fingerprints = Fingerprints()
+        self._fingerprints, self._preparing = Fingerprints(), WeakKeyDictionary()
         self._behind = behind(self)
         with ranks.before_together(), self._behind.making(*args, **kwargs):
             self._earlier, self._read_for = records_before(privacy), privacy

@@ -235,8 +235,19 @@ def with_another_collator(trainer: Any, given: Any) -> None:
     given["train_dataloader"].collate_fn = lambda examples: mixed(own(examples))
 
 
+def with_another_preparation_and_loader(trainer: Any, given: Any) -> None:
+    with_another_preparation(trainer, given)
+    trainer.get_train_dataloader()
+
+
 @pytest.mark.parametrize(
-    "change", [with_another_preparation, with_another_preparation_of_the_class, with_another_collator]
+    "change",
+    [
+        with_another_preparation,
+        with_another_preparation_of_the_class,
+        with_another_collator,
+        with_another_preparation_and_loader,
+    ],
 )
 def test_failure_129_what_prepares_batches_is_not_exchanged_between_steps(
     change: Callable[[Any, Any], None], tmp_path: Path

@@ -74,7 +74,6 @@ class Peeking(TrainerCallback):
         self.trainer.get_train_dataloader()
 
 
-@pytest.mark.slow
 def test_a_loader_that_is_asked_for_in_between_is_of_no_training(tmp_path: Path) -> None:
     found = []
     for callbacks in ([], [Peeking()]):
