@@ -77,7 +77,7 @@ class Picked(TorchFunctionMode):
             known = [is_one for a in met if (is_one := self._is_one(a)) is not None]
             by = next((found for a in given if (found := self._picked_by(a))), None) if len(self._picked) else None
             self.copies.meet(given, known, by)
-            is_new = self.alone.writes(func) and not self.is_data(args[0])
+            is_new = self.alone.writes(func) and not any(map(self.is_data, tensors_in(args[:1]) or given[:1]))
         before, self._within = self._within, (by, all(known) if known else None)
         try:
             output = func(*args, **kwargs)
@@ -117,6 +117,9 @@ class Picked(TorchFunctionMode):
         self.axes.follow(data, made := tensors_in(op.output))
         self.axes.follow_unclear(data, made, op.name in JOINING or op.name in STACKING)
         if op.name in MAKING:
+            return
+        if op.name.startswith("_foreach") and op.name.endswith("_"):  # which writes into several
+            self._one_of_each.update((one, False) for one in given)
             return
         written = [one._base for one in made if one._base is not None] + given[: op.is_in_place]
         self._data.update((one, None) for one in (*made, *written))

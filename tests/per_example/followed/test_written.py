@@ -184,3 +184,37 @@ def test_what_parts_were_written_to_has_its_examples_along_an_axis_again(name: s
 
     batches = [marked(*counts, length=5) for counts in ((2, 1, 3), (1, 1, 1, 1), (2, 0, 1), (3, 3))]
     assert refused(function, marked(2, 2, 2, length=5), batches, **layers())
+
+
+def into_several(h: Tensor) -> Tensor:
+    made = [torch.empty(2, dtype=h.dtype), torch.empty(1, dtype=h.dtype)]
+    torch._foreach_copy_(made, [torch.ones(2), torch.ones(1)])
+    return h * made[0].sum()
+
+
+def by_name(h: Tensor) -> Tensor:
+    made = h * 1
+    torch.relu_(input=made)
+    return made
+
+
+@pytest.mark.parametrize("write", [into_several, by_name])
+def test_what_is_written_into_need_be_no_tensor_and_no_first_argument(write: Callable[[Tensor], Tensor]) -> None:
+    """As FSDP2 writes into several where it gathers in 16 bits."""
+
+    def function(m: Any, data: Any) -> Tensor:
+        return m.other(write(m.linear(data["x"]))).square().sum((1, 2))  # type: ignore[no-any-return]
+
+    model, batch = Small(function, **{name: nn.Linear(WIDTH, WIDTH) for name in ("linear", "other")}), marked(1, 2, 1)
+    found = record(model, loss, batch, certificate=preflight(model, loss, batch))
+    assert relative_error(found, loop(model, loss, batch)) <= 1e-9
+
+
+def test_rows_in_several_that_are_written_into_at_once_are_nobodys() -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        made = [m.linear(data["x"]), data["x"].sin()]
+        torch._foreach_mul_(made, 2.0)
+        return m.other(made[0]).square().sum((1, 2))  # type: ignore[no-any-return]
+
+    batches = [marked(1, 2, 1), marked(1, 1)]
+    assert refused(function, marked(1, 1, 1), batches, **layers()) == len(batches)
