@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from hf_dp.per_example.followed.numbers import writes
 from hf_dp.per_example.followed.operations import CELLS
 from hf_dp.per_example.followed.owners import below, beside
-from hf_dp.per_example.followed.picking import Operation
+from hf_dp.per_example.followed.picking import Operation, placed
 from hf_dp.per_example.followed.picks import is_write, may_pick_or_write, name_of
 from hf_dp.per_example.followed.results import Enter, Results
 from hf_dp.per_example.followed.routes import Routes
@@ -54,23 +54,24 @@ class Following(TorchFunctionMode):
         if func in METADATA or (self._enter is not None and self._routes.are_in_experts):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
+            places = placed(name, args, kwargs)
+            first: Any = places[0][0] if places[0] else None
             given = [(a, writes(a)) for a in tensors_in(args, kwargs)]
             known = {id(a): self._routes.known(a) for a, _ in given}
-            is_blank = all(self._routes.is_blank(a) or not self._is_data(a) for a in tensors_in(args[:1]))
-            is_written = is_write(name) and not is_blank and known.get(id(args[0])) is None
-            entered = self._enter(args[0]) if is_written and self._enter is not None else None
+            is_blank = all(self._routes.is_blank(a) or not self._is_data(a) for a in tensors_in([first]))
+            is_written = is_write(name) and not is_blank and known.get(id(first)) is None
+            entered = self._enter(first) if is_written and self._enter is not None else None
             is_cell = name in CELLS
-            inside = beside(tensors_in(args[:2]), known, self._is_data) if is_cell else None
+            inside = beside(tensors_in(places[0][:2]), known, self._is_data) if is_cell else None
         with self._routes.within(inside) if is_cell else nullcontext():
             output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            self._routes.note_made(op := Operation(name, func, args, kwargs, output), self._enter is None)
+            self._routes.note_made(op := Operation(name, func, *places, output), self._enter is None)
         if all(owners is None for owners in known.values()) and not may_pick_or_write(name):
             return output
         with torch._C.DisableTorchFunction():
             made = tensors_in(output)
-            is_known = bool(args) and known.get(id(args[0])) is not None
-            if not is_known and any(map(self._takes_each, made)):
+            if known.get(id(first)) is None and any(map(self._takes_each, made)):
                 return output
             owners = self._results.followed(op, known, is_blank, entered)
             if isinstance(owners, list):

@@ -31,7 +31,7 @@ MAKING = frozenset(
 )
 VIEWING = frozenset(("view", "reshape", "unflatten", "view_as", "reshape_as"))
 # How the first argument is called, where it is given by name.
-FIRST = ("input", "self", "tensor", "tensors", "sequences")
+_FIRST = ("input", "self", "tensor", "tensors", "sequences")
 # Where what picks along one axis has it.
 PICKING: dict[str, Place] = {
     **dict.fromkeys(CATS, (1, 0)),
@@ -53,7 +53,39 @@ WRITING: dict[str, Place] = {
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "select_scatter"), (1, 0)),
     **dict.fromkeys(("masked_scatter", "put"), ()),
 }
+# How the others are called, in order, of which any may be given by name.
+_ORDERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("index_select", "gather"), ("dim", "index")),
+    **dict.fromkeys(("index_add", "index_copy"), ("dim", "index", "source")),
+    **dict.fromkeys(("scatter", "scatter_add"), ("dim", "index", "src")),
+    "index_fill": ("dim", "index", "value"),
+    "index_put": ("indices", "values", "accumulate"),
+    "take_along_dim": ("indices", "dim"),
+    "masked_scatter": ("mask", "source"),
+    "masked_fill": ("mask", "value"),
+    "masked_select": ("mask",),
+    "select_scatter": ("src", "dim", "index"),
+    "slice_scatter": ("src", "dim", "start", "end", "step"),
+    "narrow": ("dim", "start", "length"),
+    "mm": ("mat2",),
+    "matmul": ("other",),
+    "roll": ("shifts", "dims"),
+}
 MAY_PICK = {*INDEXING, *INDEXED_WRITES, *PICKING, *TURNING, "repeat_interleave"}
+
+
+def placed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operation, those that were given by name in their places, as far as these are known."""
+    if not kwargs:
+        return args, kwargs
+    given = dict(kwargs)
+    if not args:
+        args = tuple([given.pop(first) for first in _FIRST if first in given][:1])
+    for one in _ORDERS.get(name.removesuffix("_"), ())[len(args) - 1 :] if args else ():
+        if one not in given:
+            break
+        args = (*args, given.pop(one))
+    return args, given
 
 
 class Operation(NamedTuple):
@@ -68,7 +100,8 @@ class Operation(NamedTuple):
     @staticmethod
     def of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Operation:
         """By its name without what tells its overloads apart."""
-        return Operation(str(getattr(func, "__name__", "")).partition(".")[0], func, args, kwargs, output)
+        name = str(getattr(func, "__name__", "")).partition(".")[0]
+        return Operation(name, func, *placed(name, args, kwargs), output)
 
     @property
     def source(self) -> Tensor | None:
@@ -103,7 +136,7 @@ class Operation(NamedTuple):
     @property
     def picked_of(self) -> list[Tensor]:
         """What it picks rows of: all that it joins, or the first of these."""
-        return tensors_in(*self.args, *map(self.kwargs.get, FIRST))
+        return tensors_in(*self.args)
 
     @property
     def rows_source(self) -> Tensor | None:
