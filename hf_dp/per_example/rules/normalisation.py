@@ -100,18 +100,23 @@ def _rms_norm_backward(saved: Saved, operands: Operands, gradient: Tensor, axis:
 def _bind_group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Bound:
-    return Bound(input, {"weight": weight, "bias": bias}, {"num_groups": num_groups, "eps": eps})
+    # Rows of features alone, (n, C), are read as those of one place: the axes behind the rows are no positions.
+    is_flat = input.dim() == 2
+    options = {"num_groups": num_groups, "eps": eps, "is_flat": is_flat}
+    # Of one place, in rows that lie apart, torch's kernel takes the strides for another layout when it is mapped.
+    given = input.contiguous() if input.shape[2:].numel() == 1 else input
+    return Bound(given.unsqueeze(-1) if is_flat else given, {"weight": weight, "bias": bias}, options)
+
+
+def _group_norm(x: Tensor, parameters: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
+    given = x.squeeze(-1) if options["is_flat"] else x
+    return F.group_norm(given, options["num_groups"], parameters["weight"], parameters["bias"], options["eps"])
 
 
 NORMALISATION: Mapping[Any, Rule] = MappingProxyType(
     {
         F.layer_norm: Rule("layer_norm", _bind_layer_norm, _layer_norm, _layer_norm_backward, is_orderless=True),
         F.rms_norm: Rule("rms_norm", _bind_rms_norm, _rms_norm, _rms_norm_backward, is_orderless=True),
-        F.group_norm: instantiating(
-            "group_norm",
-            _bind_group_norm,
-            lambda x, p, o: F.group_norm(x, weight=p["weight"], bias=p["bias"], **o),
-            features=2,
-        ),
+        F.group_norm: instantiating("group_norm", _bind_group_norm, _group_norm, features=2),
     }
 )

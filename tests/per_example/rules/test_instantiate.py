@@ -24,6 +24,19 @@ MODELS: dict[str, Small] = {
         norm=nn.GroupNorm(3, 6),
         second=nn.Linear(6, 4),
     ),
+    "group norm of features, not of places": Small(
+        lambda m, x: m.second(m.norm(m.first(x.flatten(1)))).cos(),
+        first=nn.Linear(40, 6),
+        norm=nn.GroupNorm(3, 6),
+        second=nn.Linear(6, 4),
+    ),
+    "group norm of positions as rows": Small(
+        lambda m, x: m.norm(m.first(x).flatten(0, 1)).view(len(x), -1).cos(),
+        first=nn.Linear(4, 6),
+        norm=nn.GroupNorm(2, 6),
+    ),
+    "group norm of features of data": Small(lambda m, x: m.norm(x[:, 0]).cos(), norm=nn.GroupNorm(2, 4)),
+    "group norm of one place of data": Small(lambda m, x: m.norm(x[:, 0, :, None]).cos(), norm=nn.GroupNorm(2, 4)),
     "group norm on data, bias frozen": Small(lambda m, x: m.norm(x.mT).cos(), norm=nn.GroupNorm(2, 4)),
     "grouped and depthwise convolutions over time": Small(
         lambda m, x: m.two(torch.tanh(m.one(x.mT))),
