@@ -225,4 +225,4 @@ class Reader(FollowedRows):
     @property
     def _way(self) -> str:
         """Out of rows that follow from those which a module of experts picked."""
-        return _SORTED if self.routes.were_followed else ""
+        return _SORTED if self.routes.were_in_experts else ""

@@ -34,6 +34,8 @@ class Routes:
         self._orders: Any = WeakIdKeyDictionary()
         self._one_of_each: Any = WeakIdKeyDictionary()
         self._depth = 0
+        # Whether a module of experts has run, which picks or sorts the rows that it is given.
+        self.were_in_experts = False
         # By their number, and by its identity, what says whose rows are that were picked.
         self._noted: dict[int, dict[int, Tensor]] = {}
         self.numbers = RowNumbers()
@@ -51,15 +53,11 @@ class Routes:
     def inside_experts(self) -> Iterator[None]:
         """Inside, one is."""
         self._depth += 1
+        self.were_in_experts = True
         try:
             yield
         finally:
             self._depth -= 1
-
-    @property
-    def were_followed(self) -> bool:
-        """Whether rows of the examples in order were met, which may have been sorted."""
-        return bool(self._in_order)
 
     def order(self, tensor: Tensor, is_sorted: bool) -> Order | None:
         """Where the rows of the first example are, and those of the others; None where that is not known.

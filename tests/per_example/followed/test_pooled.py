@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_dp.errors import HfDpError
+from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.per_example import loop, preflight, record
-from tests.per_example.small import Small, relative_error
+from tests.per_example.small import Small, batch, relative_error, square
 from tests.per_example.test_picked_rows_elsewhere import OTHERS, WIDTH, layers, loss, marked, refused
 
 
@@ -238,3 +238,18 @@ def test_examples_in_another_order_that_are_looked_up_are_refused(is_flat: bool)
         return m.other(found).square().sum((1, 2))[order.argsort()]
 
     assert 0 < refused(function, marked(1, 1, 1), **layers()) <= len(OTHERS)
+
+
+def test_a_way_out_for_experts_is_not_given_to_a_model_without_any() -> None:
+    """A module of one's own has no `set_experts_implementation`."""
+
+    def picked(m: Any, x: Tensor) -> Tensor:
+        hidden, mask = m.linear(x), x[..., 0] > 0
+        rows = torch.zeros_like(hidden)
+        rows[mask] = m.norm(hidden[mask])
+        return rows
+
+    model = Small(picked, linear=nn.Linear(4, 6), norm=nn.GroupNorm(3, 6))
+    with pytest.raises(UnsupportedModelError, match="group_norm") as found:
+        record(model, square, batch(5, 7, 4))
+    assert "set_experts_implementation" not in found.value.fix
