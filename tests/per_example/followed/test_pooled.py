@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.per_example import loop, preflight, record
-from tests.per_example.small import Small, batch, relative_error, square
+from tests.per_example.small import Small, relative_error, square
 from tests.per_example.test_picked_rows_elsewhere import OTHERS, WIDTH, layers, loss, marked, refused
 
 
@@ -251,5 +251,5 @@ def test_a_way_out_for_experts_is_not_given_to_a_model_without_any() -> None:
 
     model = Small(picked, linear=nn.Linear(4, 6), norm=nn.GroupNorm(3, 6))
     with pytest.raises(UnsupportedModelError, match="group_norm") as found:
-        record(model, square, batch(5, 7, 4))
+        record(model, square, {"x": torch.randn(5, 7, 4, dtype=torch.float64)})
     assert "set_experts_implementation" not in found.value.fix
