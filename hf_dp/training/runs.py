@@ -53,6 +53,6 @@ class RunsMixin(_Base):
         raise ConfigurationError(
             "hyperparameter_search on private data.",
             why="every trial is a training of its own, and their epsilons add up; choosing the best one leaks too.",
-            fix="search on public data; or train and save each candidate under a promise of its own, and put all of them "
-            "under one budget: PrivacyConfig(after=[...]) of the next.",
+            fix="search on public data; or train and save each candidate under a promise of its own, and put all "
+            "of them under one budget: PrivacyConfig(after=[...]) of the next.",
         )
