@@ -223,12 +223,14 @@ def refusal(names: list[str], what: str, reason: str, way: str = "") -> Unsuppor
     )
 
 
-def unsupported(operation: str, found: str, why: str) -> UnsupportedModelError:
+def unsupported(
+    operation: str, found: str, why: str, fix: str = "freeze the parameter, train with LoRA"
+) -> UnsupportedModelError:
     """Arguments of an operation that its rule does not know."""
     return UnsupportedModelError(
         f"{operation} with {found} uses a trainable parameter.",
         why=f"{why}; a gradient that is not known to be exact would break the clipping bound.",
-        fix="freeze the parameter, train with LoRA, or pass a rule for the operation (docs/rules.md).",
+        fix=f"{fix}, or pass a rule for the operation (docs/rules.md).",
     )
 
 

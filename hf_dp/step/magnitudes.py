@@ -89,8 +89,7 @@ class Magnitudes:
         ranks.warn(
             logger,
             "The noise drowns the gradient: in each step it has a norm of about %.3g, and the mean of the clipped "
-            "gradients one of at most about %.3g. Larger batches, more data or fewer trained parameters (LoRA) have "
-            "less of it%s",
+            "gradients one of at most about %.3g. %s",
             *(noise, signal, _asked(plan)),
         )
 
@@ -136,10 +135,11 @@ def _warn_of_float16(trained: Sequence[nn.Parameter]) -> None:
 
 
 def _asked(plan: Plan) -> str:
-    """What to ask for a larger batch, where one has steps with less noise for the same promise and compute."""
+    """What has less noise, and what to ask for a larger batch, where one has for the same promise and compute."""
+    ways = "Larger batches, more data or fewer trained parameters (LoRA) have less of it"
     config = plan.config
     if config.unit is not None or config.after or config.hides_n or config.target_epsilon is None:
-        return ", and hf-dp plan says which batch has the least for the same compute."
+        return f"{ways}, and hf-dp plan says which batch has the least for the same compute."
     n = round(plan.sampler.public_size)
     epochs = max(1.0, plan.steps * plan.sampler.expected_batch_size / n)
     try:
@@ -147,9 +147,13 @@ def _asked(plan: Plan) -> str:
             dataset_size=n, examples=epochs * n, target_epsilon=config.target_epsilon, target_delta=plan.delta
         )
     except ConfigurationError:
-        return "."
+        return f"{ways}."
     least = proposed.noise_of_a_step(plan.clipping.sensitivity)
     if least > _LESS * plan.noise_standard_deviation / plan.sampler.expected_batch_size:
-        return ". No batch has much less for this promise in as many epochs."
+        return (
+            "More data or fewer trained parameters (LoRA) have less of it; batches of another size have not, for the "
+            "same promise in as many epochs."
+        )
     command = f"hf-dp plan --n {n} --epochs {epochs:.3g} --epsilon {config.target_epsilon:g} --delta {plan.delta:g}"
-    return f". {proposed.batch_size} at once, {proposed.steps} times, have less of it for the same promise: {command}"
+    of_less = f"{proposed.batch_size} at once, {proposed.steps} times, have less of it for the same promise"
+    return f"{ways}. {of_less}: {command}"

@@ -139,7 +139,10 @@ def unfrozen(names: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("changes", [{}, {"bias": "lora_only"}])
 def test_weights_that_peft_does_not_save_are_refused_before_anything_is_spent(tmp_path: Path, changes: Any) -> None:
     trainer = make(tmp_path, unfrozen("layer_norm", **changes))
-    with pytest.raises(ConfigurationError, match=r"layer_norm.* is trained, and PEFT does not save it") as refused:
+    # PEFT 0.20 does not save the biases of lora_only either, and the first is named.
+    with pytest.raises(
+        ConfigurationError, match=r"(layer_norm|bias).* is trained, and PEFT does not save it"
+    ) as refused:
         trainer.train()
     assert trainer.ledger.steps == 0
     assert "modules_to_save" in refused.value.fix

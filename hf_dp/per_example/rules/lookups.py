@@ -29,6 +29,7 @@ def _bind_embedding(
             "embedding",
             f"max_norm={max_norm}, scale_grad_by_freq={scale_grad_by_freq}",
             "the first changes weights in the forward pass, the second mixes the counts of all examples",
+            fix="leave them out (embedding.max_norm = None, embedding.scale_grad_by_freq = False)",
         )
     return Bound(input, {"weight": weight}, {"padding_idx": padding_idx})
 
