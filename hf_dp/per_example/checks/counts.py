@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from decimal import Decimal
+from fractions import Fraction
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,16 @@ from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.checks.state import named_place
-from hf_dp.per_example.checks.values import same
+from hf_dp.per_example.checks.values import BIG, FAILED, SERIES, copied_within, of_kind, same
 
 # Beyond what any training counts, and 0 by most numbers that something is done every so many times: by all up to 16,
 # and by 50, 100 and 1000.
 _MANY = 18_018_000
+# What comes of a number that rose, and of one that fell: what did so with a few rows may go on, or back, with others.
+_ENDS = ((_MANY, 0), (_MANY - 1, -_MANY), (-_MANY, _MANY), (-_MANY, _MANY - 1))
+# Of series so many items, if they can be copied: the first beyond what is waited for.
+_LENGTHS = (12_600, 1_260, 126)
+_SERIES = (*SERIES, set)
 
 
 def refuse_counts(
@@ -33,7 +41,7 @@ def refuse_counts(
         UnsupportedModelError: with the name of one.
     """
     for place, (left, again) in found.items():
-        if same(again, left) or all(are_alike({place: left}, {place: number}) for number in many(left)):
+        if same(again, left) or all(are_alike({place: left}, {place: number}) for number in many(left, again)):
             continue
         raise UnsupportedModelError(
             f"{named_place(place)} counts the passes through the model, or their examples, and losses follow from how "
@@ -44,33 +52,65 @@ def refuse_counts(
         )
 
 
-def is_whole(value: Any) -> bool:
-    """Whether it can be a count: one whole number, of any type."""
-    if isinstance(value, (bool, np.bool_)):
-        return False
-    if isinstance(value, Tensor):
-        is_one = value.numel() == 1 and value.layout is torch.strided and not value.is_meta
-        return is_one and value.dtype != torch.bool and not value.is_complex() and is_whole(value.item())
-    if isinstance(value, np.ndarray):
-        return value.size == 1 and is_whole(value.reshape(-1)[0].item())
-    return isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value) and value == int(value)
+def many(was: Any, now: Any) -> list[Any]:
+    """What may come, in a long training, of what was the one and is the other: of numbers what is beyond any count, as
+    it is read and one pass before, as far below nothing, and, of those that fall, nothing; of a series one of very many
+    items, or of none. Nothing of what counts nothing."""
+    if isinstance(now, _SERIES):
+        return _of_lengths(was, now)
+    found: list[Any] = []
+    for rising, falling in _ENDS:
+        with suppress(*FAILED):  # these are no numbers
+            one = _at_ends(was, now, rising, falling)
+            found += [] if any(same(one, known) for known in (now, *found)) else [one]
+    return found
 
 
-def many(value: Any) -> list[Any]:
-    """What a count may be after a long training, as it is read and one pass before; nothing of what counts nothing."""
-    if not is_whole(value):
+def _at_ends(was: Any, now: Any, rising: int, falling: int) -> Any:
+    """`now`, with `rising` for each number that is more than it `was`, and `falling` for each that is less.
+
+    Of several numbers only if all are whole: others are what a pass computes, of which there may be much.
+    """
+    if isinstance(now, (np.ndarray, np.generic)):
+        before = torch.as_tensor(was) if isinstance(was, (np.ndarray, np.generic)) else was
+        return _at_ends(before, torch.as_tensor(now), rising, falling).numpy().astype(now.dtype)[()]
+    if isinstance(now, Tensor):
+        now = now.detach()
+        if now.is_complex() or now.layout is not torch.strided or (now.numel() > 1 and not now.equal(now.round())):
+            return now
+        limits = torch.finfo(now.dtype) if now.is_floating_point() else torch.iinfo(now.dtype)
+        before = was.to(now) if isinstance(was, Tensor) and was.shape == now.shape else torch.zeros_like(now)
+        ends = [min(max(end, limits.min), limits.max) for end in (rising, falling)]
+        return now.masked_fill(now > before, ends[0]).masked_fill(now < before, ends[1])
+    before = was if isinstance(was, (int, float, Decimal, Fraction)) else 0
+    if isinstance(now, bool) or not (now > before or now < before):
+        return now
+    return type(now)(rising if now > before else falling)
+
+
+def _of_lengths(was: Any, now: Any) -> list[Any]:
+    before = was if isinstance(was, _SERIES) else type(now)()
+    if len(now) == len(before):
+        return [] if isinstance(now, set) else _of_items(before, now)
+    # Of other tuples the length is part of what they are, as of shapes.
+    if isinstance(now, tuple) and not (type(now) is type(was) is tuple and was):
         return []
-    return [found for number in (_MANY, _MANY - 1) if (found := _of_kind(value, number)) is not None]
+    if len(now) < len(before):
+        return [of_kind(now, ())]
+    for most in _LENGTHS:
+        with suppress(*FAILED):  # names cannot be made of numbers
+            items = [now | {*map(type(next(iter(now))), range(n))} if isinstance(now, set) else islice(cycle(now), n)
+                     for n in (most, most - 1)]  # fmt: skip
+            found = [of_kind(now, several) for several in items]
+            if copied_within(found[0]) is not BIG:
+                return found
+    return []
 
 
-def _of_kind(value: Any, number: int) -> Any:
-    if isinstance(value, (int, float)):
-        return type(value)(number) if type(value) in (int, float) else None
-    is_short = (
-        not value.dtype.is_floating_point and torch.iinfo(value.dtype).max < number
-        if isinstance(value, Tensor)
-        else value.dtype.kind in "iu" and np.iinfo(value.dtype).max < number
-    )
-    if is_short:
-        return None
-    return torch.full_like(value, number) if isinstance(value, Tensor) else np.full_like(value, number)[()]
+def _of_items(was: Any, now: Any) -> list[Any]:
+    """With what each of its numbers may become, all at once."""
+    each = [many(*two) for two in zip(was, now, strict=True)]
+    return [
+        of_kind(now, [others[i] if i < len(others) else one for one, others in zip(now, each, strict=True)])
+        for i in range(max(map(len, each), default=0))
+    ]

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_dp.per_example.checks.again import Again, looked_at
 from hf_dp.per_example.checks.beside import beside
 from hf_dp.per_example.checks.built import as_built, put_in
-from hf_dp.per_example.checks.counts import is_whole, many, refuse_counts
+from hf_dp.per_example.checks.counts import many, refuse_counts
 from hf_dp.per_example.checks.held import Held, Place
 from hf_dp.per_example.checks.moved import are_same, still, told_of_gradients
 from hf_dp.per_example.checks.reads import Reads, reads_of
@@ -90,8 +90,8 @@ class Memory:
             if same(first, second):
                 if place in self._moving and not same(first, moved[place]):  # it follows the weights
                     self._harmless.add(place)
-                if place not in self._moving and is_whole(first) and not same(first, before.get(place, NOTHING)):
-                    alike.append(place)
+                is_kept = place in self._moving or isinstance(first, Which) or same(first, before.get(place, NOTHING))
+                alike += [] if is_kept else [place]
                 continue
             value = second if first is NOTHING else first
             kinds = type(first), type(second)
@@ -100,11 +100,11 @@ class Memory:
             with self._put_back(), unchanged_global_state():
                 if is_new := place[0] not in owners:  # an object that the pass has made
                     self._losses(other if first is NOTHING else one)
-                others = [second] if is_one else [far(value, second), *many(value)]
+                others = [second] if is_one else [far(value, second), *many(before.get(place, NOTHING), value)]
                 if not all(self._is_alike(probe, {place: value}, {place: one}) for one in others):
                     raise kept_refused(place)
             if not is_new and not is_one:
-                self._note_unread(probe, place, value)
+                self._note_unread(probe, place, before.get(place, NOTHING), value)
         if alike:
             with self._put_back(), unchanged_global_state():
                 self._losses(one)
@@ -172,7 +172,7 @@ class Memory:
             # What is changed in each step need not be asked about each time.
             is_value = now is not NOTHING and not isinstance(now, Which)
             if is_value and self._is_alike(self._probe, {place: now}, {place: far(now, was)}):
-                self._note_unread(self._probe, place, now)
+                self._note_unread(self._probe, place, was, now)
 
     def _refuse_read(
         self, probe: Any, before: dict[Place, Any], after: dict[Place, Any]
@@ -189,10 +189,9 @@ class Memory:
             raise kept_refused((alone or [*changed])[0])
         return changed
 
-    def _note_unread(self, probe: Any, place: Place, value: Any) -> None:
+    def _note_unread(self, probe: Any, place: Place, was: Any, value: Any) -> None:
         """Of what is not read, but for how many items it has, or how far it has counted."""
-        none = emptied(value)
-        others = many(value) if none is NOTHING else [none]
+        others = [one for one in (emptied(value), *many(was, value)) if one is not NOTHING]
         if all(self._is_alike(probe, {place: value}, {place: one}) for one in others):
             self._harmless.add(place)
             self._latest = None  # which looked into it

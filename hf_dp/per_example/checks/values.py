@@ -160,7 +160,7 @@ def same(one: Any, other: Any) -> bool:
 def copied(value: Any) -> Any:
     """The same with tensors of its own."""
     if isinstance(value, tuple):
-        return _of_kind(value, map(copied, value))
+        return of_kind(value, map(copied, value))
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -187,7 +187,7 @@ def copied_within(value: Any) -> Any:
         # Rows are mostly lists of numbers, and there are many.
         is_plain = _PLAIN.issuperset(map(type, value))
         items = list(value) if is_plain else [copy(item, depth + 1) for item in value]
-        return BIG if any(item is BIG for item in items) else _of_kind(value, items)
+        return BIG if any(item is BIG for item in items) else of_kind(value, items)
 
     return copy(value, 0)
 
@@ -197,7 +197,7 @@ def far(value: Any, other: Any) -> Any:
     if isinstance(value, SERIES):
         others = other if isinstance(other, SERIES) and len(other) == len(value) else value
         items = list(map(far, value, others))
-        return _of_kind(value, items if isinstance(value, tuple) else 2 * items)
+        return of_kind(value, items if isinstance(value, tuple) else 2 * items)
     if isinstance(value, _SETS):
         return type(value)(far(item, NOTHING) for item in value)
     if isinstance(value, Tensor) and value.layout is not torch.strided:
@@ -255,7 +255,7 @@ def is_away(value: Any) -> bool:
 def emptied(value: Any) -> Any:
     """A series or a set without its items; `NOTHING` of what has none to lose."""
     is_series = isinstance(value, (list, deque, set)) and len(value)
-    return _of_kind(value, ()) if is_series else NOTHING
+    return of_kind(value, ()) if is_series else NOTHING
 
 
 def refill(held: Any, value: Any) -> bool:
@@ -278,7 +278,7 @@ def refill(held: Any, value: Any) -> bool:
     return True
 
 
-def _of_kind(value: Any, items: Any) -> Any:
+def of_kind(value: Any, items: Any) -> Any:
     if isinstance(value, deque):
         return deque(items, value.maxlen)
     make = getattr(value, "_make", type(value) if type(value) in (tuple, list, set) else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -83,6 +85,89 @@ class InABuffer(Late):
         self.register_buffer("count", torch.zeros((), dtype=torch.long), persistent=False)
 
 
+class Down(Late):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count - 2
+        return super().forward(x)
+
+    def is_late(self) -> bool:
+        return bool(self.count <= 0)
+
+
+class FarDown(Down):
+    def is_late(self) -> bool:
+        return bool(self.count < -LATE)
+
+
+class DownOfLargeRows(Late):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count -= int((x.detach() > 1).sum()) + 1
+        return super().forward(x)
+
+    def is_late(self) -> bool:
+        return bool(self.count < -LATE)
+
+
+class ByParts(Late):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count -= type(self.count)("0.9")
+        return super().forward(x)
+
+
+class Halving(Late):
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = 0.5 * self.count - 1
+        return super().forward(x)
+
+    def is_late(self) -> bool:
+        return self.count < 1e-9
+
+
+class Within(Late):
+    """It counts in one place of what holds several."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.count, tuple):
+            self.count = (self.count[0], self.count[1] + 1)
+        else:
+            self.count[1] += 1
+        h = Plain.forward(self, x)
+        return mixed(h) if self.count[1] > LATE else h
+
+
+class ByLength(Late):
+    """It counts by how long something is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.count, set):
+            self.count.add(len(self.count))
+        elif isinstance(self.count, tuple):
+            self.count = (*self.count, 0)
+        else:
+            self.count.append(x.detach()[0, 0])
+        h = Plain.forward(self, x)
+        return mixed(h) if self.is_late() else h
+
+    def is_late(self) -> bool:
+        return len(self.count) > LATE
+
+
+class ByItsHundreds(ByLength):
+    def is_late(self) -> bool:
+        return len(self.count) % 100 == 0
+
+
+class UsedUp(ByLength):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.count:
+            self.count.pop()
+        h = Plain.forward(self, x)
+        return h if self.count else mixed(h)
+
+
 MODELS = {
     "passes": Late,
     "passes, as a float": lambda: Late(0.0),
@@ -95,13 +180,42 @@ MODELS = {
     "every hundredth pass": EveryHundredth,
     "every hundredth pass, counted afterwards": Before,
 }
+OF_OTHER_KINDS = {
+    "down": lambda: Down(LATE),
+    "down, as a float": lambda: Down(float(LATE)),
+    "down, by NumPy": lambda: Down(np.float32(LATE)),
+    "down, in a tensor": lambda: Down(torch.full((), float(LATE))),
+    "far down": FarDown,
+    "numbers in rows, downwards": lambda: DownOfLargeRows(0),
+    "by parts": lambda: ByParts(0.0),
+    "by parts, exactly": lambda: ByParts(Decimal(0)),
+    "by halves": Halving,
+    "in a list": lambda: Within([0, 0]),
+    "in a tuple": lambda: Within((0, 0)),
+    "in a vector": lambda: Within(torch.zeros(3)),
+    "in an array": lambda: Within(np.zeros(3, dtype=int)),
+    "by the length of a list": lambda: ByLength([]),
+    "by the length of a tuple": lambda: ByLength((0,)),
+    "by the length of a deque": lambda: ByLength(deque()),
+    "by how many a set has": lambda: ByLength(set()),
+    "by hundreds of a list": lambda: ByItsHundreds([]),
+    "by a list that is used up": lambda: UsedUp([0] * 100),
+}
+
+
+def refused_before_a_step(model: Plain) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^count\S* (counts|keeps something of)"):
+        memory_of(model).refuse(batch(2, 0), batch(2, 1), batch(2, 2))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_failure_125_a_model_that_mixes_examples_after_so_many_is_refused_before_a_step(name: str) -> None:
-    model = MODELS[name]()
-    with pytest.raises(UnsupportedModelError, match=r"^count\S* (counts|keeps something of)"):
-        memory_of(model).refuse(batch(2, 0), batch(2, 1), batch(2, 2))
+    refused_before_a_step(MODELS[name]())
+
+
+@pytest.mark.parametrize("name", OF_OTHER_KINDS)
+def test_failure_134_however_it_counts_them(name: str) -> None:
+    refused_before_a_step(OF_OTHER_KINDS[name]())
 
 
 def test_so_is_a_loss() -> None:
@@ -129,8 +243,33 @@ class OfRareRows(Late):
         return bool(self.count > 5)
 
 
-def test_a_count_of_rare_rows_is_refused_in_the_step_that_makes_it_matter() -> None:
-    model = OfRareRows()
+class DownOfRareRows(OfRareRows):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count -= 2 * int(x.detach().abs().max() > 10)
+        return super().forward(x)
+
+    def is_late(self) -> bool:
+        return bool(self.count < -5)
+
+
+class UpAndDown(DownOfRareRows):
+    """It counts one kind up, and then another one down."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 2 * int(x.detach().abs().max() > 1000)
+        return super().forward(x)
+
+
+class ByLengthOfRareRows(OfRareRows):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += [0] * int(x.detach().abs().max() > 10)
+        h = Plain.forward(self, x)
+        return mixed(h) if len(self.count) > 5 else h
+
+
+@pytest.mark.parametrize("make", [OfRareRows, DownOfRareRows, lambda: ByLengthOfRareRows([])])
+def test_a_count_of_rare_rows_is_refused_in_the_step_that_makes_it_matter(make: Any) -> None:
+    model = make()
     memory = memory_of(model)
     memory.refuse(batch(2, 0), batch(2, 1), batch(2, 2))
     memory.ask_of(batch(2, 2))
@@ -138,7 +277,21 @@ def test_a_count_of_rare_rows_is_refused_in_the_step_that_makes_it_matter() -> N
         for seed in range(9):
             with memory.unmoved():
                 model(batch(3, seed, scale=100))
-    assert model.count == 5
+    assert (abs(model.count) if isinstance(model.count, int) else len(model.count)) == 5
+
+
+def test_what_rose_with_one_row_and_falls_with_others_is_asked_about_again() -> None:
+    model = UpAndDown()
+    memory = memory_of(model)
+    memory.refuse(batch(2, 0), batch(2, 1), batch(2, 2))
+    memory.ask_of(batch(2, 2))
+    with memory.unmoved():
+        model(batch(3, 0, scale=10_000))
+    assert model.count == 1
+    with pytest.raises(UnsupportedModelError, match="^count keeps something"):  # noqa: PT012
+        for seed in range(9):
+            with memory.unmoved():
+                model(batch(3, seed, scale=100))
 
 
 class Counting(Plain):
@@ -147,9 +300,18 @@ class Counting(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.passes, self.rows, self.longest, self.seen = 0, torch.zeros((), dtype=torch.long), 0, [0]
+        self.left, self.losses, self.kinds, self.lengths = 10.0, list[Any](), set[str](), torch.zeros(9)
+        self.shape, self.pair = (), (0, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
+        self.left *= 0.9
+        self.losses.append(x.detach().mean())
+        self.kinds.add(f"of {len(x)}, {self.passes}")
+        self.lengths[len(x)] += 1
+        self.shape, self.pair = x.shape, (len(x), self.passes)
+        assert sorted(self.kinds)
+        assert len(self.pair) == len(self.shape)
         self.rows = self.rows + len(x)
         self.longest = max(self.longest, len(x))
         self.seen[0] += 1
