@@ -121,8 +121,8 @@ def _made_after_any(what: str, make: _Make, places: list[int], holders: _Holders
     # One number after a row, and another after many: what is known of a row by its number stays as it is.
     pairs = {place: (first.get(place, (NOTHING, NOTHING))[1], now) for place, (_, now) in kept.items()}
     moved = {place: now for place, (one, now) in pairs.items() if {type(one), type(now)} <= {int, float} and one != now}
-    if moved:
-        refuse_others({place: _MANY * (now + 1) for place, now in moved.items()}, _counts)
+    for many in (_MANY, -_MANY) if moved else ():
+        refuse_others({place: many * (abs(now) + 1) for place, now in moved.items()}, _counts)
     return found
 
 

@@ -34,6 +34,16 @@ class Counting(torch.utils.data.Dataset[Any]):
         return {**self.data[i], "input_ids": self.data[i]["input_ids"][: 2 + self.read // 500]}
 
 
+class UsedUp(Counting):
+    """Cuts rows once a number of them has been read, which it counts downwards."""
+
+    left = 10_000
+
+    def __getitem__(self, i: int) -> Any:
+        self.left -= 1
+        return {**self.data[i], "input_ids": self.data[i]["input_ids"][: None if self.left > 0 else 2]}
+
+
 class Later:
     """A collator that hides more, the more batches there were; counted in the object or its class."""
 
@@ -63,8 +73,8 @@ def counting_in_a_closure() -> Any:
 
 @pytest.mark.parametrize(
     ("dataset", "collate"),
-    [(Counting(), pad), (ROWS, Later(100_000)), (counting_in_a_closure(), pad)],
-    ids=["a dataset", "a collator", "a transform"],
+    [(Counting(), pad), (UsedUp(), pad), (ROWS, Later(100_000)), (counting_in_a_closure(), pad)],
+    ids=["a dataset", "a dataset, downwards", "a collator", "a transform"],
 )
 def test_failure_124_how_many_came_before_decides_what_a_row_becomes(dataset: Any, collate: Any) -> None:
     with pytest.raises(ConfigurationError, match=WORDS):
