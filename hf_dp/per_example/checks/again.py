@@ -58,7 +58,8 @@ class Again:
     def _remember(self) -> None:
         """Takes note of what is asked of all holders at once, which takes less time than of one after another."""
         self._attributes = [vars(module) for _, module in self.modules]
-        inner = [module._modules for _, module in self.modules]
+        inner: list[dict[str, Any]] = [module._modules for _, module in self.modules]
+        inner += [module._parameters for _, module in self.modules]
         self._tables = [*(_own(one[1]) for one in self._in_tables), *inner]
         known = chain.from_iterable(one[-1] for one in self._in_tables)
         self._known = [*known, *chain.from_iterable(map(dict.values, inner))]
@@ -69,6 +70,8 @@ class Again:
         # What one loses and the next one gets stands in the same place among all.
         self._lengths = [*map(len, self._named)]
         self._types = [type(module) for _, module in self.modules]
+        self._parameters = [p for _, module in self.modules for p in module._parameters.values() if p is not None]
+        self._trained = [p.requires_grad for p in self._parameters]
         self.built = built(self.modules)
 
     def is_untouched(self) -> bool:
@@ -82,7 +85,8 @@ class Again:
         # What is let go is none of those that are held on to.
         now, types = chain.from_iterable(map(dict.values, self._tables)), [type(module) for _, module in self.modules]
         is_held = types == self._types and sum(map(operator.is_, now, self._known)) == self._kept
-        return is_held and self._are_so_still(self._others)
+        are_trained_so = is_held and [p.requires_grad for p in self._parameters] == self._trained
+        return are_trained_so and self._are_so_still(self._others)
 
     def _note(self, path: str, holder: Any, depth: int) -> tuple[str, Any, int, type, list[Any], list[Any]]:
         names, values = list[Any](), list[Any]()

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.per_example.checks.again import Again, looked_at
 from hf_dp.per_example.checks.beside import beside
-from hf_dp.per_example.checks.built import as_built, put_in
+from hf_dp.per_example.checks.built import as_built, parametrised, put_in
 from hf_dp.per_example.checks.counts import many, refuse_counts
 from hf_dp.per_example.checks.held import Held, Place
 from hf_dp.per_example.checks.moved import are_same, still, told_of_gradients
@@ -245,6 +245,7 @@ class Memory:
         with ExitStack() as stack:
             stack.enter_context(put_back(self._model))
             stack.enter_context(self.restored())
+            stack.enter_context(parametrised(self._holders()))
             kept = [(p, p.detach().clone()) for p in self._moving.values()]
             try:
                 yield

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_dp.per_example.checks.again import looked_at
+from hf_dp.per_example.checks.built import built
 from hf_dp.per_example.checks.held import Held
 from hf_dp.per_example.checks.kept import Memory
 from hf_dp.per_example.checks.values import same
@@ -103,6 +104,14 @@ _CHANGES: dict[str, Callable[[Any], object]] = {
     "a hook": lambda m: m.layers[1].register_forward_hook(_Hook()),
     "a hook by name": lambda m: m.layers[1]._forward_hooks.update({7: _Hook()}),
     "another module": lambda m: m.layers.__setitem__(1, nn.Linear(2, 2)),
+    "another parameter": lambda m: setattr(m.layers[1], "bias", nn.Parameter(torch.ones(2))),
+    "a parameter less": lambda m: setattr(m.layers[1], "bias", None),
+    "a parameter more": lambda m: setattr(m.layers[1], "more", nn.Parameter(torch.ones(2))),
+    "a parameter of another name": lambda m: m.layers[1]._parameters.update(b=m.layers[1]._parameters.pop("bias")),
+    "a parameter that is trained no more": lambda m: m.layers[1].bias.requires_grad_(
+        not m.layers[1].bias.requires_grad
+    ),
+    "another table of parameters": lambda m: setattr(m.layers[1], "_parameters", dict(m.layers[0]._parameters)),
     "a module's number": lambda m: setattr(m.layers[2], "in_features", 5),
     "a forward of its own": lambda m: setattr(m.layers[2], "forward", _Hook()),
 }
@@ -123,6 +132,8 @@ def _found(model: nn.Module, latest: Any) -> Any:
 def _is_found_anew(again: Any, model: nn.Module) -> bool:
     anew = Held(named_modules(model))
     are_same = all(same(again.values[place], anew.values[place]) for place in anew.values if place in again.values)
+    made_of = built(named_modules(model))
+    are_same &= again.built.keys() == made_of.keys() and all(same(again.built[one], made_of[one]) for one in made_of)
     return [*again.values] == [*anew.values] and [*again.holders] == [*anew.holders] and are_same
 
 

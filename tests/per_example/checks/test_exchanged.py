@@ -126,7 +126,21 @@ def without_its_dropout(model: Any) -> None:
     model.drop.eval()
 
 
+def with_frozen_weights(model: Any) -> None:
+    model.first.requires_grad_(False)
+
+
+def with_another_parameter(model: Any) -> None:
+    model.last.bias = nn.Parameter(model.last.bias.detach() + 1)
+
+
+def with_one_more_parameter(model: Any) -> None:
+    model.last.more = nn.Parameter(torch.ones(3))
+    model.last.forward = lambda h: nn.Linear.forward(model.last, h) + model.last.more
+
+
 CHANGES = [nn.Module.eval, without_its_dropout, with_another_forward, with_another_class, with_another_module]
+CHANGES += [with_frozen_weights, with_another_parameter, with_one_more_parameter]
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{name: lambda way=way: Keeps(*way) for name, way in WAYS.items()},
     "an array that is written to": lambda: InPlace(*WAYS["an array"]),

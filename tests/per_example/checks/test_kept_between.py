@@ -61,6 +61,45 @@ class Mode(Before):
         self.drop.train(not is_rare)
 
 
+class Frozen(Before):
+    def note(self, is_rare: bool) -> None:
+        self.first.weight.requires_grad_(not is_rare)
+
+
+class Exchanged(Before):
+    """Two parameters of one size, which change places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(4, 8)
+        self.both = {False: self.first.weight, True: self.second.weight}
+
+    def note(self, is_rare: bool) -> None:
+        self.first.weight, self.second.weight = self.both[is_rare], self.both[not is_rare]
+
+
+class Instead(Before):
+    """A parameter of which nobody else knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.instead = {False: self.first.bias, True: nn.Parameter(torch.ones(8))}
+
+    def note(self, is_rare: bool) -> None:
+        self.first.bias = self.instead[is_rare]
+
+
+class Without(Instead):
+    def note(self, is_rare: bool) -> None:
+        self.first.bias = None if is_rare else self.instead[False]
+
+
+OF_PARAMETERS: dict[str, Callable[[], Any]] = {
+    "frozen": Frozen,
+    "two exchanged": Exchanged,
+    "another one instead": Instead,
+    "none": Without,
+}
 MODELS: dict[str, Callable[[], Any]] = {
     "a number": Before,
     "a tensor": lambda: Before(torch.tensor),
@@ -70,9 +109,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_failure_127_the_next_micro_batch_of_a_step_does_not_follow_from_it(name: str) -> None:
-    model = MODELS[name]()
+def refused_between(model: Any) -> None:
     memory = memory_of(model)
     memory.refuse(batch(1, 0), batch(1, 1), batch(2, 2))
     memory.ask_of(batch(2, 2))
@@ -83,6 +120,19 @@ def test_failure_127_the_next_micro_batch_of_a_step_does_not_follow_from_it(name
             model(x)
     assert not getattr(model, "seen", 0)
     assert model.drop.training
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_failure_127_the_next_micro_batch_of_a_step_does_not_follow_from_it(name: str) -> None:
+    refused_between(MODELS[name]())
+
+
+@pytest.mark.parametrize("name", OF_PARAMETERS)
+def test_failure_135_nor_from_which_parameters_there_are_and_which_are_trained(name: str) -> None:
+    model = OF_PARAMETERS[name]()
+    before = [(id(p), p.requires_grad) for p in model.parameters()]
+    refused_between(model)
+    assert [(id(p), p.requires_grad) for p in model.parameters()] == before, "put back"
 
 
 LATEST: dict[str, Tensor] = {}
