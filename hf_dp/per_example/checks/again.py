@@ -17,6 +17,7 @@ from hf_dp.per_example.checks.values import BIG, NOTHING, OF_MODULES, SERIES, ar
 
 # In place of what is not held on to here: of a pass it may be the whole graph.
 _LET_GO = object()
+_NAMES = frozenset({str, int})
 
 
 def looked_at(roots: Callable[[], Sequence[tuple[str, Any]]], unread: Container[Place], latest: Again | None) -> Again:
@@ -50,9 +51,8 @@ class Again:
         self._entered = [self._note(*one) for one in held.entered]
         self.modules = [(path, root) for path, root in roots if isinstance(root, nn.Module)]
         self._in_tables = [one for one in self._entered if _is_table(one[1])]
-        self._others = [
-            one for one in self._entered if not _is_table(one[1]) or any(map(operator.is_, one[-1], repeat(_LET_GO)))
-        ]
+        self._others = [one for one in self._entered if not _is_table(one[1])]
+        self._between, self._joined = dict[Place, Any](), dict[Place, Any]()
         self._remember()
 
     def _remember(self) -> None:
@@ -67,26 +67,47 @@ class Again:
         self._named = [*self._tables, *(module._buffers for _, module in self.modules)]
         self.buffers = [((path, name), module) for path, module in self.modules for name in module._buffers]
         self._keys = [*chain.from_iterable(self._named)]
+        # Such names are one where they are equal, and lists of them are compared the fastest.
+        self._are_plain = _NAMES.issuperset(map(type, self._keys))
+        self._let_go = [
+            (path, name, _own(holder), depth)
+            for path, holder, depth, _, names, values in self._in_tables
+            for name, value in zip(names, values, strict=True)
+            if value is _LET_GO
+        ]
         # What one loses and the next one gets stands in the same place among all.
         self._lengths = [*map(len, self._named)]
         self._types = [type(module) for _, module in self.modules]
         self._parameters = [p for _, module in self.modules for p in module._parameters.values() if p is not None]
         self._trained = [p.requires_grad for p in self._parameters]
         self.built = built(self.modules)
+        self._joined = {}
 
     def is_untouched(self) -> bool:
         """Whether all hold the very same by the same names, but for tensors and series, of which `values` are those of
         now. If not, more of them may hold what they held."""
         if [*map(len, self._named)] != self._lengths:
             return False
-        keys, attributes = chain.from_iterable(self._named), [vars(module) for _, module in self.modules]
-        if not all(map(operator.is_, keys, self._keys)) or not all(map(operator.is_, attributes, self._attributes)):
+        keys, attributes = [*chain.from_iterable(self._named)], [vars(module) for _, module in self.modules]
+        are_named_so = keys == self._keys if self._are_plain else all(map(operator.is_, keys, self._keys))
+        if not are_named_so or not all(map(operator.is_, attributes, self._attributes)):
             return False
         # What is let go is none of those that are held on to.
         now, types = chain.from_iterable(map(dict.values, self._tables)), [type(module) for _, module in self.modules]
         is_held = types == self._types and sum(map(operator.is_, now, self._known)) == self._kept
-        are_trained_so = is_held and [p.requires_grad for p in self._parameters] == self._trained
-        return are_trained_so and self._are_so_still(self._others)
+        if not is_held or [p.requires_grad for p in self._parameters] != self._trained:
+            return False
+        if not self._are_so_still(self._others):
+            return False
+        return all(self._is_let_go_still(path, name, own[name], depth) for path, name, own, depth in self._let_go)
+
+    def joined(self, first: dict[Place, Any], last: dict[Place, Any]) -> dict[Place, Any]:
+        """All that was found, between these: the very same as the last time where none of it is another."""
+        both = {**first, **last}
+        is_so_still = both.keys() == self._between.keys() and all(self._between[at] is one for at, one in both.items())
+        if not self._joined or not is_so_still:
+            self._between, self._joined = both, {**first, **self.holders, **self.values, **self.built, **last}
+        return self._joined
 
     def _note(self, path: str, holder: Any, depth: int) -> tuple[str, Any, int, type, list[Any], list[Any]]:
         names, values = list[Any](), list[Any]()
@@ -127,18 +148,24 @@ class Again:
             if name in OF_MODULES and not are_hooks(name):
                 values[i] = value
                 continue
-            known = self.values.get((path, name), NOTHING)
-            if was is _LET_GO and not role_of(value) and known is NOTHING:
-                continue
             if is_scalar(value) and is_scalar(was):
                 self.values[path, name] = values[i] = value
-                continue
-            is_copy = was is _LET_GO and known is not NOTHING and is_value(value) and not is_scalar(value)
-            if not is_copy or not _is_same(value, known):
+                self._joined = {}
+            elif was is not _LET_GO or not self._is_let_go_still(path, name, value, depth):
                 return False
-            if isinstance(value, Tensor) and known is not BIG:
-                # Whether it is another is asked of the device once, of those before and after a step.
-                self.values[path, name] = copied_within(value) if depth else copied(value)
+        return True
+
+    def _is_let_go_still(self, path: str, name: Any, value: Any, depth: int) -> bool:
+        """Whether what is not held on to is what it was; or a tensor, of which `values` are then those of now."""
+        known = self.values.get((path, name), NOTHING)
+        if known is NOTHING:
+            return not role_of(value)
+        if not is_value(value) or is_scalar(value) or not _is_same(value, known):
+            return False
+        if isinstance(value, Tensor) and known is not BIG:
+            # Whether it is another is asked of the device once, of those before and after a step.
+            self.values[path, name] = copied_within(value) if depth else copied(value)
+            self._joined = {}
         return True
 
 

@@ -228,17 +228,16 @@ class Memory:
         return found
 
     def _look(self) -> dict[Place, Any]:
-        found: dict[Place, Any] = {place: copied(p.detach()) for place, p in self._moving.items()}
+        moving = {place: copied(p.detach()) for place, p in self._moving.items()}
         latest = looked_at(self._holders, self._harmless, self._latest)
         self._latest = latest if self._is_kept else None
-        found |= {**latest.holders, **latest.values, **latest.built}
         known, self._copies = self._copies, {}
         for place, module in latest.buffers:
             if place[0] in self._beside or not is_saved(module, place[1]):
                 buffer, known_one = module._buffers[place[1]], known.get(place, NOTHING)
                 is_known = not is_away(buffer) and same(buffer, known_one)
                 self._copies[place] = known_one if is_known else copied(buffer)
-        return found | self._copies
+        return latest.joined(moving, self._copies)
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:

@@ -236,6 +236,8 @@ def here(
     before: dict[Any, Any], now: dict[Any, Any], besides: Container[Any] = ()
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """What there was of what is others now, and what there is, as far as no accelerator need be waited for."""
+    if now is before:
+        return {}, {}
     if len(now) == len(before) and all(map(operator.is_, chain(now, now.values()), chain(before, before.values()))):
         return {}, {}
     others = [place for place, value in now.items() if before.get(place, NOTHING) is not value]

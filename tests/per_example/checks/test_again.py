@@ -18,7 +18,7 @@ from hf_dp.per_example.checks.again import looked_at
 from hf_dp.per_example.checks.built import built
 from hf_dp.per_example.checks.held import Held
 from hf_dp.per_example.checks.kept import Memory
-from hf_dp.per_example.checks.values import same
+from hf_dp.per_example.checks.values import here, same
 from hf_dp.per_example.modules import named_modules
 
 
@@ -167,6 +167,27 @@ def test_what_was_found_is_not_changed_by_looking_again() -> None:
     assert (before["", "count"], after["", "count"]) == (1, 2)
     assert before["", "tensor"].eq(0).all()
     assert after["", "tensor"].eq(1).all()
+
+
+def test_what_is_untouched_is_put_together_once() -> None:
+    """A model with adapters has thousands of places, which are asked about before and after each micro-batch."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_buffer("seen", torch.zeros(2), persistent=False)
+    model.count, model.names = 1, ["a"]
+    memory = Memory(model, lambda batch: batch)
+    first = memory._look()
+    assert memory._look() is first
+    for change in (
+        lambda: setattr(model, "count", 2),
+        lambda: model.names.append("b"),
+        lambda: model.seen.add_(1),
+        lambda: setattr(model, "kept", torch.zeros(2)),
+        lambda: model.kept.add_(1),
+    ):
+        before = memory._look()
+        change()
+        after = memory._look()
+        assert here(before, after) != ({}, {})
 
 
 @pytest.mark.parametrize("attribute", ["tensor", "one", "table"])
