@@ -233,8 +233,9 @@ class Memory:
         self._latest = latest if self._is_kept else None
         known, self._copies = self._copies, {}
         for place, module in latest.buffers:
-            if place[0] in self._beside or not is_saved(module, place[1]):
-                buffer, known_one = module._buffers[place[1]], known.get(place, NOTHING)
+            buffer, known_one = module._buffers[place[1]], known.get(place, NOTHING)
+            is_late = self._probe is not None and not is_away(buffer)  # other saved ones are for others to see
+            if is_late or place[0] in self._beside or not is_saved(module, place[1]):
                 is_known = not is_away(buffer) and same(buffer, known_one)
                 self._copies[place] = known_one if is_known else copied(buffer)
         return latest.joined(moving, self._copies)

@@ -124,6 +124,9 @@ def equal(now: Any, before: Tensor) -> bool:
         return all(map(equal, parts(now), parts(before)))
     if now.is_meta or before.is_meta:  # which hold no numbers
         return now.is_meta == before.is_meta
+    # Most are, and this is the fastest to say so, but for NaN.
+    if (now.dtype, now.device) == (before.dtype, before.device) and torch.equal(now, before):
+        return True
     return bool((now.eq(before) | (now.ne(now) & before.ne(before))).all())
 
 

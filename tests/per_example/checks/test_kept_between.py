@@ -49,11 +49,11 @@ class InPlace(Before):
 
 
 class InABuffer(InPlace):
-    def __init__(self) -> None:
+    def __init__(self, is_saved: bool) -> None:
         super().__init__()
         seen = self.seen
         del self.seen
-        self.register_buffer("seen", seen, persistent=False)
+        self.register_buffer("seen", seen, persistent=is_saved)
 
 
 class Mode(Before):
@@ -104,7 +104,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "a number": Before,
     "a tensor": lambda: Before(torch.tensor),
     "a tensor in place": InPlace,
-    "a buffer": InABuffer,
+    "a buffer": lambda: InABuffer(False),
+    "a buffer that is saved": lambda: InABuffer(True),
     "a mode": Mode,
 }
 
