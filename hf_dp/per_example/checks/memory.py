@@ -37,15 +37,16 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
     add to a state dict (extra state, hooks). Buffers are for `unchanged_state` to see.
 
     Compared are checksums, whatever way it was written in: of what was written to and is as it was they are from now
-    on. What was written stays there, and as long as it does the model is refused.
+    on. What was written stays there, and as long as it does the model is refused. So are those that let a parameter be
+    trained, or no more, which is put back.
 
     Raises:
         UnsupportedModelError: with the name in the state dict.
     """
-    before = _checksums(model)
+    before, switched = _checksums(model), list[str]()
     _refuse_written(model, {**before, **_others(named_modules(model))})
     try:
-        with writes_noted(model):
+        with writes_noted(model), _trained_as_before(model, switched):
             yield
     except BaseException:
         # An accelerator that is full, or had an index out of range, answers nothing, which must not hide the reason.
@@ -61,6 +62,25 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
             fix="load the model again, and switch off what writes into it; what starts from data is to start from "
             "public rows, before training.",
         )
+    if switched:
+        raise UnsupportedModelError(
+            f"examples that pass through the model change whether {switched[0]!r} is trained.",
+            why="one example more or less could decide what is trained, and no noise is added to that.",
+            fix="freeze it before training, or not at all (requires_grad_).",
+        )
+
+
+@contextmanager
+def _trained_as_before(model: nn.Module, switched: list[str]) -> Iterator[None]:
+    """The same parameters are trained at the end; `switched` has the names of others."""
+    before = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+    try:
+        yield
+    finally:
+        for name, p, is_trained in before:
+            if p.requires_grad is not is_trained:
+                switched.append(name)
+                p.requires_grad_(is_trained)
 
 
 @contextmanager

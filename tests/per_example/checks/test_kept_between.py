@@ -200,9 +200,9 @@ class OfRows(nn.Module):
         return self.out(h)  # type: ignore[no-any-return]
 
 
-def test_such_a_step_is_refused_before_it_is_paid_for() -> None:
+def run_of(model: nn.Module, rare: int) -> Any:
     data = [{"x": [i % 7 + 1, i % 5], "y": i % 3} for i in range(48)]
-    data[20]["x"] = [9, 3]
+    data[20]["x"] = [rare, 3]
 
     def collate(rows: Any) -> Any:
         return {"x": torch.tensor([r["x"] for r in rows]), "y": torch.tensor([r["y"] for r in rows])}
@@ -210,10 +210,14 @@ def test_such_a_step_is_refused_before_it_is_paid_for() -> None:
     def loss(model: Any, given: Any) -> Tensor:
         return nn.functional.cross_entropy(model(given["x"]), given["y"], reduction="none")
 
-    model = OfRows(rare=9)
-    run = a_run(
+    return a_run(
         model, private(), dataset=data, collate=collate, loss=loss, expected_batch_size=24, micro_batch_size=2, steps=8
     )
+
+
+def test_such_a_step_is_refused_before_it_is_paid_for() -> None:
+    model = OfRows(rare=9)
+    run = run_of(model, 9)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.begin(optimizer)
     with pytest.raises(UnsupportedModelError, match="^seen keeps something"):  # noqa: PT012
@@ -222,3 +226,18 @@ def test_such_a_step_is_refused_before_it_is_paid_for() -> None:
             optimizer.step()
     assert run.ledger.steps < 8
     assert run.ledger.steps == run.global_step
+
+
+class FrozenByRows(OfRows):
+    def forward(self, ids: Tensor) -> Tensor:
+        if bool((ids[:, 0] == self.rare).any()):
+            self.table.weight.requires_grad_(False)
+        return self.out(self.table(ids).mean(1))  # type: ignore[no-any-return]
+
+
+def test_failure_136_what_is_trained_does_not_follow_from_the_widest_row() -> None:
+    model = FrozenByRows(rare=9)
+    run = run_of(model, 9)
+    with pytest.raises(UnsupportedModelError, match=r"change whether 'table\.weight' is trained"):
+        run.begin(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model.table.weight.requires_grad

@@ -59,6 +59,15 @@ class Started(Plain):
         return super().forward(x + self.place)
 
 
+class Freezing(Plain):
+    """What is trained follows from the first rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().max()) > 1:
+            self.first.weight.requires_grad_(False)
+        return super().forward(x)
+
+
 class Late(Plain):
     """A parameter that comes with the first pass."""
 
@@ -177,6 +186,16 @@ def test_what_is_written_into_what_is_saved_is_refused(kind: type[Plain]) -> Non
     name = {Frozen: "mean", Started: "place", Late: "late", Extra: "_extra_state"}[kind]  # type: ignore[index]
     with pytest.raises(UnsupportedModelError, match=f"'{name}' changes when examples pass"), unchanged_weights(model):
         model(batch(3, 0))
+
+
+def test_failure_136_what_is_trained_does_not_follow_from_the_first_rows() -> None:
+    model = Freezing()
+    with (
+        pytest.raises(UnsupportedModelError, match=r"change whether 'first\.weight' is trained"),
+        unchanged_weights(model),
+    ):
+        model(batch(3, 0, scale=10))
+    assert model.first.weight.requires_grad
 
 
 @pytest.mark.parametrize("first", ["refused", "another error"])
