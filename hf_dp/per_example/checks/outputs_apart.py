@@ -35,6 +35,8 @@ from hf_dp.per_example.sharding import is_sharded
 _LARGE, _SIZES, _BEGINS = 100.0, (4.0, 8.0), (0.0, 2 * math.pi / 3, 4 * math.pi / 3)
 _OWN = ((0.0, 0.0), *((size, begin) for size in (*_SIZES, _LARGE) for begin in _BEGINS))
 _OTHERS = tuple((_LARGE, begin) for begin in _BEGINS)
+# Beyond any bound, and what a model makes that has diverged.
+_BEYOND = ((_LARGE**3, 0.0), (math.inf, 0.0), (math.nan, 0.0))
 # Of one place to the next, not the same after few.
 _WAVE = math.pi * (3 - math.sqrt(5))
 # It goes beside each row, as its numbers do, past the model.
@@ -112,7 +114,24 @@ def check_outputs_apart(
             if found:
                 raise _moves()
 
+        loss, norm = _told(alone[0])
+
+        def decides(beyond: tuple[float, float]) -> bool:
+            beside = _told(gradients(_added(take(batch, [own, other]), [_OWN[0], beyond])))
+            # A term of the whole batch whose factor is 0 decides nothing, and is NaN beside what is infinite.
+            moved = abs(beside[0] - loss) > tolerance * max(1, abs(loss)) or abs(beside[1] - norm) > tolerance * norm
+            return moved and math.isfinite(beside[0]) and math.isfinite(beside[1])
+
+        if any(computed(functools.partial(decides, beyond)) for beyond in _BEYOND):
+            raise _moves()
+
     in_enough_bits(model, loss_fn, batch, refuse_moved)
+
+
+def _told(found: PerExampleGradients) -> list[float]:
+    """Of its first example the loss, and the norm of its gradient."""
+    with beneath_modes():
+        return [float(found.losses[0].double()), float(found.squared_norms()[0].double().sqrt())]
 
 
 def _added(batch: Batch, waves: Collection[tuple[float, float]]) -> dict[str, Any]:
@@ -189,9 +208,9 @@ def _raised(value: Tensor, waves: Tensor) -> Tensor:
 
 def _moves() -> PreflightError:
     return PreflightError(
-        "an example's gradient is another where the model's outputs for other examples are large.",
+        "an example's gradient is another where the model's outputs for other examples are large, or no numbers.",
         why="what is decided for the whole micro-batch by what the model makes of few (a bound at a multiple of the "
-        "median, a skip where one loss is large) begins when it has learnt something, and moves what others add beyond "
-        "the clipping bound.",
+        "median, a skip where one loss is large or NaN) begins when it has learnt something, or diverges, and moves "
+        "what others add beyond the clipping bound.",
         fix="decide it for each example by itself, or by a constant: of public data, or of a private release.",
     )

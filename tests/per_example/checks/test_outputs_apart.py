@@ -89,6 +89,36 @@ MIXING: list[Losses] = [
 ]
 
 
+def skipped_where_one_is_no_number(model: nn.Module, inputs: Any) -> Tensor:
+    losses = plain(model, inputs)
+    return losses if losses.isfinite().all() else losses.nan_to_num() * 0
+
+
+def skipped_where_outputs_are_no_numbers(model: nn.Module, inputs: Any) -> Tensor:
+    outputs = model(inputs["x"])
+    outputs = outputs.nan_to_num() * 0 if outputs.isnan().any() else outputs
+    return F.cross_entropy(outputs, inputs["labels"], reduction="none")
+
+
+def divided_by_how_many_are_numbers(model: nn.Module, inputs: Any) -> Tensor:
+    losses = plain(model, inputs)
+    are_numbers = losses.detach().isfinite()
+    return losses.where(are_numbers, 0.0) * len(losses) / are_numbers.sum()
+
+
+def skipped_beyond_a_very_large_bound(model: nn.Module, inputs: Any) -> Tensor:
+    losses = plain(model, inputs)
+    return losses if losses.max() < 1e4 else losses * 0
+
+
+DIVERGING: list[Losses] = [
+    skipped_where_one_is_no_number,
+    skipped_where_outputs_are_no_numbers,
+    divided_by_how_many_are_numbers,
+    skipped_beyond_a_very_large_bound,
+]
+
+
 def held(model: nn.Module, losses: Losses, batch: Any) -> None:
     certificate = preflight(model, losses, batch)
     check_outputs_apart(model, losses, batch, certificate=certificate)
@@ -98,6 +128,38 @@ def held(model: nn.Module, losses: Losses, batch: Any) -> None:
 def test_failure_122_what_a_model_makes_of_one_example_decides_for_its_micro_batch(losses: Losses) -> None:
     with pytest.raises(PreflightError, match="is another where the model's outputs for other examples are large"):
         held(model(), losses, batch())
+
+
+@pytest.mark.parametrize("losses", DIVERGING, ids=lambda losses: losses.__name__)
+def test_failure_137_nor_what_it_makes_of_one_that_is_no_number(losses: Losses) -> None:
+    with pytest.raises(PreflightError, match="outputs for other examples are large, or no numbers"):
+        held(model(), losses, batch())
+
+
+class Diverged(nn.Module):
+    """Leaves out its micro-batch, where what its head gives is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.body(x)
+        return outputs.nan_to_num() * 0 if outputs.isnan().any() else outputs
+
+
+def test_failure_137_in_a_model() -> None:
+    with pytest.raises(PreflightError, match="outputs for other examples are large, or no numbers"):
+        held(Diverged(), plain, batch())
+
+
+def test_a_term_of_the_batch_that_counts_nothing_yet_is_not_refused_for_what_is_no_number() -> None:
+    def losses(model: nn.Module, inputs: Any) -> Tensor:
+        outputs = model(inputs["x"])
+        term = outputs.mean(0).square().sum()
+        return F.cross_entropy(outputs, inputs["labels"], reduction="none") + 0.0 * term
+
+    held(model(), losses, batch())
 
 
 @pytest.mark.parametrize("is_tuple", [False, True])
@@ -185,7 +247,8 @@ def test_what_each_example_decides_by_itself_is_not_refused() -> None:
         outputs = model(inputs["x"])
         outputs = outputs / (outputs.detach().abs().amax(1, keepdim=True).clamp(min=5) / 5)
         losses = F.cross_entropy(outputs, inputs["labels"], reduction="none", label_smoothing=0.1).clamp(max=3)
-        return losses * torch.where(losses.detach() < 0.3, 0.0, (1 - (-losses).exp()) ** 2)
+        losses = losses * torch.where(losses.detach() < 0.3, 0.0, (1 - (-losses).exp()) ** 2)
+        return losses.where(losses.isfinite(), 0.0)
 
     held(model(), own, batch())
 
