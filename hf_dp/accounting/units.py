@@ -17,16 +17,10 @@ from hf_dp.config.units import MOST_ROWS, is_column
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExampleUnit(Terms):
-    """Each training example is a unit of its own.
-
-    Attributes:
-        number: n, how many there are.
-    """
+class _CountedUnit(Terms):
+    """Of which it is public how many there are: what is drawn are whole units."""
 
     number: int
-    kind: str = "example"
-    name: ClassVar[str] = "one training example"
     adjacency: ClassVar[str] = ZERO_OUT
     apart: ClassVar[int] = 1
 
@@ -37,6 +31,18 @@ class ExampleUnit(Terms):
     def _check(self) -> None:
         if not is_count(self.number, at_least=1):
             refuse_term("number", self.number, "it is a whole number of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleUnit(_CountedUnit):
+    """Each training example is a unit of its own.
+
+    Attributes:
+        number: n, how many there are.
+    """
+
+    kind: str = "example"
+    name: ClassVar[str] = "one training example"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,7 @@ class UncountedExampleUnit(Terms):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColumnUnit(Terms):
+class ColumnUnit(_CountedUnit):
     """All training examples with one value in a column are a unit together.
 
     Attributes:
@@ -61,20 +67,12 @@ class ColumnUnit(Terms):
         max_examples: of one unit in one step.
     """
 
-    number: int
     column: str
     max_examples: int
     kind: str = "column"
-    adjacency: ClassVar[str] = ZERO_OUT
-    apart: ClassVar[int] = 1
-
-    @property
-    def drawn(self) -> int:
-        return self.number
 
     def _check(self) -> None:
-        if not is_count(self.number, at_least=1):
-            refuse_term("number", self.number, "it is a whole number of at least 1")
+        super()._check()
         _check_column(self)
 
     @property

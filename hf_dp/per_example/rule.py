@@ -35,9 +35,10 @@ class Operands(NamedTuple):
     watched: frozenset[str]
     options: dict[str, Any]
 
-    def needed(self, role: str) -> Tensor:
-        """One that is there."""
-        value = self.parameters[role]
+    @property
+    def weight(self) -> Tensor:
+        """Of a rule whose operation always has one."""
+        value = self.parameters["weight"]
         assert value is not None
         return value
 
