@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,7 @@ from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.loader import PoissonDataLoader
 from hf_dp.data.moving import moved
 from hf_dp.step.plan import Plan
+from hf_dp.training.base import TrainerBehind
 from hf_dp.training.behind.usual import Usual
 from hf_dp.training.described import described_arguments, described_values
 from hf_dp.training.planned import check_ranks, planned, rows_and_units
@@ -29,12 +30,6 @@ from hf_dp.training.refusals import (
 from hf_dp.training.refusals.arguments import refuse_changed_steps
 from hf_dp.training.refusals.overrides import Preparing
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    _Base = Trainer
-else:
-    _Base = object
 logger = logging.getLogger(__name__)
 _KNOWN = ("hf_dp.", "transformers.", "trl.")
 
@@ -44,7 +39,7 @@ def _is_known(module: str, method: Any) -> bool:
     return all(str(name).startswith(_KNOWN) for name in (module, getattr(method, "__module__", "")))
 
 
-class DataMixin(_Base):
+class DataMixin(TrainerBehind):
     """One item of the training loader is one logical batch; each batch is completed where it is padded on the left."""
 
     privacy: PrivacyConfig

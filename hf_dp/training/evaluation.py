@@ -11,14 +11,10 @@ from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer
 
 from hf_dp.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
+from hf_dp.training.base import TrainerBehind
 
 
-class EvaluationMixin(_Base):
+class EvaluationMixin(TrainerBehind):
     """What `compute_per_example_loss` gives is reported too, and chosen by.
 
     Not where the trainer behind evaluates in a way of its own (TRL's, which lay out batches otherwise), where a loss

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_dp.accounting import Ledger
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import ConfigurationError
 from hf_dp.step.plan import Plan
+from hf_dp.training.base import TrainerBehind
 from hf_dp.training.run import Run
 
-if TYPE_CHECKING:
-    from transformers import Trainer
 
-    _Base = Trainer
-else:
-    _Base = object
-
-
-class RunsMixin(_Base):
+class RunsMixin(TrainerBehind):
     """The runs of a trainer, of which the latest may not have begun: it knows the one that did."""
 
     privacy: PrivacyConfig

@@ -11,7 +11,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,14 +24,9 @@ from hf_dp.disk import flush, full_disk_is_named
 from hf_dp.errors import LedgerError
 from hf_dp.hub import refuse_in_the_way
 from hf_dp.hub.checkpoint import missing_files
+from hf_dp.training.base import TrainerBehind
 from hf_dp.training.resuming.loaded import checksums
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    _Base = Trainer
-else:
-    _Base = object
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
@@ -46,7 +41,7 @@ _STATES = ("optimizer", "scheduler", "rng_state")
 _NONE, _HALVES = -1, -2  # in place of a step
 
 
-class CheckpointMixin(_Base):
+class CheckpointMixin(TrainerBehind):
     """The part of DPTrainerMixin that writes checkpoints aside and renames them, and finds the newest whole one."""
 
     _is_aside = False

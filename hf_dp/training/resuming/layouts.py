@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate.utils import load_fsdp_model
@@ -22,23 +22,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import StateDictType
 
 from hf_dp.training.adapters import has_adapters, read_adapters
+from hf_dp.training.base import TrainerBehind
 from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
 from hf_dp.training.resuming.own_checkpoints import read_weights
 from hf_dp.training.resuming.renamed import read_renamed
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    _Base = Trainer
-else:
-    _Base = object
 # As accelerate and Trainer name them.
 _MODEL, _SHARDED_MODEL = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0"
 _FULL_OPTIMIZER, _SHARDED_OPTIMIZER = "optimizer.bin", "optimizer_0"
 Layout = Literal["ordinary", "FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 
 
-class LayoutsMixin(_Base):
+class LayoutsMixin(TrainerBehind):
     """The part of DPTrainerMixin that reads checkpoints of a layout that Trainer would not read here."""
 
     _read_whole: Path | None = None

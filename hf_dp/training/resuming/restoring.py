@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -20,20 +20,15 @@ import hf_dp.ranks as ranks
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.places import nowhere
+from hf_dp.training.base import TrainerBehind
 from hf_dp.training.logs import WITHHELD
 from hf_dp.training.resuming.checkpoints import NUMBERED, STATE_FILE, half, numbers, what_lacks
 from hf_dp.training.resuming.resume import SavedRun
 
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    _Base = Trainer
-else:
-    _Base = object
 logger = logging.getLogger(__name__)
 
 
-class RestoringMixin(_Base):
+class RestoringMixin(TrainerBehind):
     """Trainer's own methods, with refusals in place of the words of pickles, archives and JSON."""
 
     privacy: PrivacyConfig
