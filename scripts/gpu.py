@@ -57,8 +57,9 @@ from hf_dp.randomness import Entropy
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from gpu_costs import Cases, machine, parts, settled, speed, told  # noqa: E402
+from gpu_costs import Cases, machine, parts, speed, told  # noqa: E402
 from gpu_runs import processes, tests  # noqa: E402
+from measuring import settled  # noqa: E402
 
 from scripts import coverage, judging  # noqa: E402
 from tests import low_bits, zoo  # noqa: E402

@@ -94,10 +94,10 @@ def _version(name: str) -> str:
 def _best(call: Callable[[], Any], device: torch.device) -> float:
     seconds = []
     for _ in range(5):
-        settled(device)
+        measuring.settled(device)
         start = time.perf_counter()
         call()
-        settled(device)
+        measuring.settled(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
@@ -157,7 +157,7 @@ def _on_device(step: Callable[[], object], device: torch.device) -> float:
         return 0.0
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
-        settled(device)
+        measuring.settled(device)
     return sum(float(one.self_device_time_total) for one in seen.key_averages()) / 1e6
 
 
@@ -171,16 +171,11 @@ def _prepared(case: Case, name: str, setting: Setting) -> tuple[Callable[[], obj
     step()
     if not is_gpu:
         return step, 0.0
-    settled(setting.device)
+    measuring.settled(setting.device)
     torch.cuda.reset_peak_memory_stats()
     step()
-    settled(setting.device)
+    measuring.settled(setting.device)
     return step, (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def settled(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def told(error: Exception) -> str:

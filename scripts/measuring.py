@@ -30,7 +30,7 @@ def clock_of(processor: bool) -> Callable[[], float]:
     return time.process_time if processor else time.perf_counter
 
 
-def _synchronize(device: torch.device) -> None:
+def settled(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -91,10 +91,10 @@ def measure_noise(case: Case, setting: Setting, repeats: int) -> float:
 
 
 def timed(call: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    _synchronize(device)
+    settled(device)
     start = clock()
     call()
-    _synchronize(device)
+    settled(device)
     return clock() - start
 
 

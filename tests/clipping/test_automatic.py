@@ -21,7 +21,7 @@ from hf_dp.losses import per_example_losses
 from hf_dp.per_example import loop, record
 from hf_dp.step.clipped_sum import ClippedSum
 from tests.clipping.contract import ClippingRuleContract, plan_of, promise
-from tests.training.workbench import STEPS, classifier, make, private
+from tests.training.workbench import STEPS, classifier, make, private, with_lora
 from tests.zoo import text_batch, tiny
 
 
@@ -80,12 +80,6 @@ def test_promise_and_report_say_so_and_those_of_flat_runs_are_as_they_were() -> 
     for wrong in ("flatt", None, [], 1):
         with pytest.raises(LedgerError, match="clipping"):
             PrivacyReport.from_json(json.dumps({**told.to_dict(), "clipping": wrong}))
-
-
-def with_lora() -> nn.Module:
-    from tests.training.test_lora import adapted
-
-    return adapted(classifier())
 
 
 @pytest.mark.usefixtures("checked_once")

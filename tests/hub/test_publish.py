@@ -26,8 +26,7 @@ from hf_dp.hub.record import INSTALL
 from hf_dp.hub.upload import checked_card
 from hf_dp.training.resuming.resume import note_trained_by
 from tests.hub.server import READER, Hub
-from tests.training.test_lora import adapted
-from tests.training.workbench import a_tokenizer, classifier, make, pad, rows
+from tests.training.workbench import a_tokenizer, classifier, make, pad, rows, with_lora
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -136,7 +135,7 @@ def test_a_path_that_peft_writes_is_said_before_it_goes_up(
 ) -> None:
     base = tmp_path / "home" / "base"
     classifier().save_pretrained(base)
-    run = trainer(tmp_path / "out", adapted(AutoModelForSequenceClassification.from_pretrained(base)))
+    run = trainer(tmp_path / "out", with_lora(AutoModelForSequenceClassification.from_pretrained(base)))
     run.train()
     run.push_to_hub()
     assert f"names the base model by a place on this machine, {str(base)!r}" in caplog.text
@@ -168,7 +167,7 @@ def test_the_card_tells_of_privacy_and_of_no_losses(hub: Hub, trained: Any) -> N
 
 @pytest.mark.slow
 def test_a_pushed_adapter_loads_with_peft(hub: Hub, tmp_path: Path) -> None:
-    run = trainer(tmp_path / "out", adapted(classifier()))
+    run = trainer(tmp_path / "out", with_lora())
     run.train()
     run.push_to_hub()
     files = hub.repositories[NAME].files
@@ -187,7 +186,7 @@ def test_a_pushed_adapter_loads_with_peft(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_merged_model_takes_the_place_of_the_adapter_that_was_pushed_before(hub: Hub, tmp_path: Path) -> None:
-    run = trainer(tmp_path / "out", adapted(classifier()))
+    run = trainer(tmp_path / "out", with_lora())
     run.train()
     run.push_to_hub()
     repository = hub.repositories[NAME]

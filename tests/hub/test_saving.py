@@ -18,8 +18,7 @@ from hf_dp.hub.card import BEGIN, privacy_section
 from hf_dp.hub.saved import may_be_published
 from tests.crashes import digests, killed_everywhere
 from tests.hub.test_publish import trainer
-from tests.training.test_lora import adapted
-from tests.training.workbench import classifier
+from tests.training.workbench import classifier, with_lora
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -78,7 +77,7 @@ def test_an_earlier_model_goes_with_its_record(saved: Path, tmp_path: Path) -> N
     card = copy / "README.md"
     card.write_text(card.read_text() + "\n## Mine\n\nwords of mine\n")
     (copy / "model-00001-of-00002.safetensors").write_bytes(b"of a save that was broken off")
-    another(copy, adapted(classifier())).save_model()
+    another(copy, with_lora()).save_model()
     assert not list(copy.glob("model*"))
     assert not (copy / "config.json").exists(), "it would be loaded beside the adapter"
     assert "words of mine" in card.read_text()
@@ -248,7 +247,7 @@ def test_a_readme_that_is_a_folder_is_refused_by_a_card_alone(tmp_path: Path) ->
 OWN = "\n## How to use it\n\n```python\n## no heading\nload()\n```\n\n## Contact\n\nAsk A.\n\n## Contact\n\nOr B.\n"
 
 
-@pytest.mark.parametrize("kind", [classifier, lambda: adapted(classifier())])
+@pytest.mark.parametrize("kind", [classifier, with_lora])
 @pytest.mark.slow
 def test_a_card_that_is_made_anew_keeps_what_people_wrote(tmp_path: Path, kind: Any) -> None:
     path = tmp_path / "out"

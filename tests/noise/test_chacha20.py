@@ -17,7 +17,7 @@ from hf_dp import PrivacyConfig, PrivacyReport, SparseEmbeddingConfig
 from hf_dp.accounting import Ledger
 from hf_dp.errors import ConfigurationError, LedgerError
 from tests.noise.contract import NoiseSourceContract, needs_randomgen, plan_of
-from tests.training.workbench import classifier, make, private
+from tests.training.workbench import classifier, make, private, with_lora
 
 
 def round_of(state: list[int], *words: int) -> None:
@@ -76,12 +76,6 @@ class TestChaCha20(NoiseSourceContract):
         for wrong in ("chacha", None, [], 1):
             with pytest.raises(LedgerError, match="noise"):
                 PrivacyReport.from_dict({**told.to_dict(), "noise": wrong})
-
-
-def with_lora() -> nn.Module:
-    from tests.training.test_lora import adapted
-
-    return adapted(classifier())
 
 
 @needs_randomgen

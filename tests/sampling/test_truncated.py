@@ -43,7 +43,7 @@ from tests.sampling.contract import (
     least_p,
     size_p,
 )
-from tests.training.workbench import EXPECTED, MICRO, classifier, make, private
+from tests.training.workbench import EXPECTED, MICRO, classifier, make, private, with_lora
 
 needs_the_event = pytest.mark.skipif(truncated.EVENT is None, reason="dp-accounting 0.5 has no event for it")
 
@@ -240,12 +240,6 @@ def test_promise_and_report_without_a_cap_do_not_name_it() -> None:
     terms = sampling_terms(48, 8, private().to_dict())
     assert (terms.kind, terms.name) == ("poisson", "Poisson")
     assert sampler_of(terms, 48, Entropy(0)).draw(3) == PoissonBatchSampler.of(48, 8, Entropy(0)).draw(3)
-
-
-def with_lora() -> nn.Module:
-    from tests.training.test_lora import adapted
-
-    return adapted(classifier())
 
 
 @needs_the_event

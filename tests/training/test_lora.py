@@ -20,20 +20,13 @@ from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.hub import verify
 from hf_dp.training.saving import refuse_unloaded
 from tests.architectures import VOCABULARY
-from tests.training.workbench import classifier, make, pad, pad_for_language, parameters, rows, same
+from tests.training.workbench import classifier, make, pad, pad_for_language, parameters, rows, same, with_lora
 from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 
 SEES = ".*(vision_model|connector).*"
-
-
-def adapted(model: nn.Module, **changes: Any) -> Any:
-    names = ["c_attn"] if "GPT2" in type(model).__name__ else ["q_lin", "v_lin"]
-    task = "CAUSAL_LM" if "GPT2" in type(model).__name__ else "SEQ_CLS"
-    values = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": names, "task_type": task, **changes}
-    return get_peft_model(model, LoraConfig(**values))
 
 
 @torch.no_grad()
@@ -61,14 +54,14 @@ def test_an_adapter_of_another_name_is_saved_and_verified(tmp_path: Path) -> Non
 def test_adapters_that_begin_from_data_are_told_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, begin: Any, is_told: bool
 ) -> None:
-    model = adapted(classifier())
+    model = with_lora()
     model.peft_config["default"].init_lora_weights = begin
     make(tmp_path, model, PrivacyConfig(target_epsilon=3), max_steps=1).train()
     assert (f"init_lora_weights={begin!r} computes of data" in caplog.text) == is_told
 
 
 def test_only_the_adapter_is_trained_and_saved_and_it_loads_again(tmp_path: Path) -> None:
-    model = adapted(classifier())
+    model = with_lora()
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     before = parameters(model)
     trainer = make(tmp_path, model, save_strategy="steps", save_steps=2)
@@ -102,12 +95,12 @@ def moved(model: Any) -> Any:
 
 
 ORDERS = {
-    "wrap, train": lambda m: adapted(m),
-    "cast, wrap": lambda m: adapted(m.to(torch.bfloat16)),
-    "wrap, cast": lambda m: adapted(m).to(torch.bfloat16),
-    "wrap, cast there and back": lambda m: adapted(m).to(torch.float64).to(torch.float32),
-    "wrap, move": lambda m: moved(adapted(m)),
-    "move, wrap": lambda m: adapted(moved(m)),
+    "wrap, train": lambda m: with_lora(m),
+    "cast, wrap": lambda m: with_lora(m.to(torch.bfloat16)),
+    "wrap, cast": lambda m: with_lora(m).to(torch.bfloat16),
+    "wrap, cast there and back": lambda m: with_lora(m).to(torch.float64).to(torch.float32),
+    "wrap, move": lambda m: moved(with_lora(m)),
+    "move, wrap": lambda m: with_lora(moved(m)),
 }
 
 
@@ -136,7 +129,7 @@ def test_failure_18_the_adapter_moves_in_any_order_of_wrapping_and_casting(
 def test_failure_18_the_adapter_moves_though_the_model_is_cast_or_moved_after_the_trainer_was_made(
     tmp_path: Path, change: Callable[[Any], Any]
 ) -> None:
-    model = adapted(classifier())
+    model = with_lora()
     trainer = make(tmp_path, model, max_steps=1)
     change(model)
     trainer.train()
@@ -147,7 +140,7 @@ def test_failure_18_the_adapter_moves_though_the_model_is_cast_or_moved_after_th
 def test_failure_18_an_optimizer_made_before_the_adapter_is_refused(tmp_path: Path) -> None:
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped = adapted(model, task_type=None)
+    wrapped = with_lora(model, task_type=None)
     with pytest.raises(ConfigurationError, match=r"SGD holds none[\s\S]*adding adapters"):
         make(tmp_path, wrapped, parts={"optimizers": (optimizer, None)})
 
@@ -156,14 +149,14 @@ def test_failure_18_a_model_wrapped_behind_the_trainers_back_is_not_trained_in_s
     """PEFT changes the model in place: the trainer, made before, must train what is there now."""
     model = classifier()
     trainer = make(tmp_path, model, max_steps=1)
-    wrapped = adapted(model)
+    wrapped = with_lora(model)
     trainer.train()
     assert delta(wrapped) > 0
 
 
 @pytest.mark.slow
 def test_modules_to_save_are_trained_saved_and_loaded(tmp_path: Path) -> None:
-    model = adapted(classifier(), modules_to_save=["pre_classifier", "classifier"])
+    model = with_lora(classifier(), modules_to_save=["pre_classifier", "classifier"])
     before = parameters(model)
     trainer = make(tmp_path, model)
     trainer.train()
@@ -182,7 +175,7 @@ def test_modules_to_save_are_trained_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_adapter_resumes(tmp_path: Path) -> None:
     def run(path: Path) -> Any:
-        return make(path, adapted(classifier()), save_strategy="steps", save_steps=2)
+        return make(path, with_lora(), save_strategy="steps", save_steps=2)
 
     torch.manual_seed(0)
     whole = run(tmp_path)
@@ -194,7 +187,7 @@ def test_an_adapter_resumes(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_is_frozen_is_refused(tmp_path: Path) -> None:
-    model = adapted(classifier()).requires_grad_(False)
+    model = with_lora().requires_grad_(False)
     with pytest.raises(UnsupportedModelError, match="no trainable parameter"):
         make(tmp_path, model)
 
@@ -232,7 +225,7 @@ def test_what_peft_says_of_embeddings_is_left_to_its_own_save() -> None:
 
 
 def test_adapters_are_merged_into_a_model_that_is_saved_with_its_record(tmp_path: Path) -> None:
-    model = adapted(tiny("gpt2", "causal_lm", torch.float32, n_layer=1), fan_in_fan_out=True)
+    model = with_lora(tiny("gpt2", "causal_lm", torch.float32, n_layer=1), fan_in_fan_out=True)
     trainer = make(tmp_path, model, parts={"data_collator": pad_for_language})
     trainer.train()
     batch = pad(rows(3))

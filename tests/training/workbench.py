@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -61,6 +62,15 @@ def pad_for_language(examples: Rows, side: str = "right") -> dict[str, Tensor]:
 def classifier(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """Of one layer: the checks of a training take as long as it has operations."""
     return tiny("distilbert", "sequence", dtype, **{"n_layers": 1, **changes})
+
+
+def with_lora(model: nn.Module | None = None, **changes: Any) -> Any:
+    """A GPT-2, or a `classifier`, under an adapter without dropout."""
+    model = classifier() if model is None else model
+    names = ["c_attn"] if "GPT2" in type(model).__name__ else ["q_lin", "v_lin"]
+    task = "CAUSAL_LM" if "GPT2" in type(model).__name__ else "SEQ_CLS"
+    values = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": names, "task_type": task, **changes}
+    return get_peft_model(model, LoraConfig(**values))
 
 
 def arguments(path: Path | str, **changes: Any) -> TrainingArguments:
