@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +17,7 @@ from hf_dp import PrivacyConfig, PrivateRun
 from hf_dp.accounting import PrivacyReport
 from hf_dp.audit import OneRun, coins, gaussian_one_run, one_run
 from hf_dp.audit.dirac import PLACE, THERE, WithDirac, placed, with_dirac
+from hf_dp.randomness import Entropy
 
 DELTA = 1e-5
 loss = with_dirac(lambda model, batch: torch.zeros(()))
@@ -77,3 +81,14 @@ def trained(
         report = run.report()
     assert report is not None
     return Trained(included, torch.stack(sums), report)
+
+
+def noise_again_after_resuming(patch: pytest.MonkeyPatch) -> None:
+    """Each run draws what the one before it drew, from a secret."""
+    secret, calls = secrets.token_bytes(32), dict[Entropy, int]()
+
+    def fresh(self: Entropy, purpose: str, step: int) -> bytes:
+        calls[self] = calls.get(self, 0) + 1
+        return hashlib.blake2b(str(calls[self]).encode(), key=secret, digest_size=32).digest()
+
+    patch.setattr(Entropy, "fresh", fresh)

@@ -5,8 +5,6 @@ Which of the library's own tests and checks see the same: docs/audit.md.
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.clipped_sum import ClippedSum
-from tests.audit.sabotage import DELTA, loss, trained
+from tests.audit.sabotage import DELTA, loss, noise_again_after_resuming, trained
 
 Patch = pytest.MonkeyPatch
 AUDITS = 50
@@ -140,13 +138,7 @@ def test_noise_that_comes_again_after_resuming(monkeypatch: Patch, tmp_path: Pat
         return found.shown((found.sums[0] - found.sums[2]).abs()[0], confidence=0.99).epsilon
 
     assert apart(tmp_path / "honest") < 1
-    secret, calls = secrets.token_bytes(32), dict[Entropy, int]()
-
-    def fresh(self: Entropy, purpose: str, step: int) -> bytes:
-        calls[self] = calls.get(self, 0) + 1
-        return hashlib.blake2b(str(calls[self]).encode(), key=secret, digest_size=32).digest()
-
-    monkeypatch.setattr(Entropy, "fresh", fresh)
+    noise_again_after_resuming(monkeypatch)
     assert apart(tmp_path / "again") > 1
 
 

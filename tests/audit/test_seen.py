@@ -5,9 +5,7 @@ Among the sabotages here are those that attacks on weights do not show (docs/aud
 
 from __future__ import annotations
 
-import hashlib
 import math
-import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from hf_dp.per_example.record import PerExampleGradients
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.clipped_sum import ClippedSum
+from tests.audit.sabotage import noise_again_after_resuming
 
 Patch = pytest.MonkeyPatch
 RNG = np.random.default_rng()
@@ -245,16 +244,6 @@ def a_seed_for_noise(patch: Patch) -> None:
 def a_seed_for_draws(patch: Patch) -> None:
     generator = Entropy.generator
     patch.setattr(Entropy, "generator", lambda self, purpose, step: generator(Entropy(42), purpose, step))
-
-
-def noise_again_after_resuming(patch: Patch) -> None:
-    secret, calls = secrets.token_bytes(32), dict[Entropy, int]()
-
-    def fresh(self: Entropy, purpose: str, step: int) -> bytes:
-        calls[self] = calls.get(self, 0) + 1
-        return hashlib.blake2b(str(calls[self]).encode(), key=secret, digest_size=32).digest()
-
-    patch.setattr(Entropy, "fresh", fresh)
 
 
 def telescoping() -> Callable[[Patch], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,7 @@ from tests.distributed.tasks import (
 TOLERANCE = 1e-6
 
 
-# Of what FSDP2 splits, bert has nothing that the others have not; llama is the base of its adapters.
-LIKE_OTHERS = {"llama", "bert", "albert", "llama lora and head"}
 SLOW = {True: [pytest.mark.slow], False: []}
-
-
-def models(of: Iterable[str]) -> list[Any]:
-    """With those that are like others marked as slow."""
-    return [pytest.param(name, marks=SLOW[name in LIKE_OTHERS]) for name in of]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +102,7 @@ def test_failure_06_batches_that_are_empty_on_some_ranks_or_all(pair: Gang) -> N
         assert farthest(each["parameters"], alone["parameters"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *(name for name in FURTHER if name != "t5")])
 @pytest.mark.slow
 def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
     alone = pair.alone_once(trained_alone, name)
@@ -134,15 +126,6 @@ def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
 def test_further_models(pair: Gang, name: str, checkpointing: bool) -> None:
     alone = pair.alone_once(stepped, name)
     for found in pair.run(stepped, name, "blocks", 8, checkpointing):
-        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", models(name for name in FURTHER if name != "t5"))
-def test_further_models_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
-    alone = pair.alone_once(trained_alone, name)
-    for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2):
-        assert found["wrapped"].startswith("FSDP")
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 

@@ -35,7 +35,7 @@ from hf_dp.randomness import Entropy
 from hf_dp.sampling.sampler import BatchSampler
 from hf_dp.sampling.table import SAMPLERS, sampler_of
 from hf_dp.step.plan import Plan
-from tests.training.workbench import make, parameters, private, same
+from tests.training.workbench import assert_resumes_as_it_was, private
 
 # Seeds are fixed, so a right sampler passes always; a p-value below this says that the draws are wrong.
 REJECTED = 1e-3
@@ -312,16 +312,6 @@ class SamplerContract:
     @pytest.mark.slow
     @pytest.mark.usefixtures("checked_once")
     def test_a_resumed_training_is_the_uninterrupted_one_and_keeps_its_sampling(self, tmp_path: Path) -> None:
-        def trainer(config: dict[str, Any]) -> Any:
-            values = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-            return make(tmp_path, privacy=private(**config), **values)
-
-        whole, resumed, checkpoint = trainer(self.config), trainer(self.config), str(tmp_path / "checkpoint-2")
-        whole.train()
-        resumed.train(resume_from_checkpoint=checkpoint)
-        assert same(parameters(resumed.model), parameters(whole.model))
-        assert resumed.privacy_report() == whole.privacy_report()
-        for other in ({}, {"max_batch_size": 30}):
-            if other != self.config:
-                with pytest.raises((LedgerError, ConfigurationError), match="max_batch_size"):
-                    trainer(other).train(resume_from_checkpoint=checkpoint)
+        others = (private(**other) for other in ({}, {"max_batch_size": 30}) if other != self.config)
+        errors = (LedgerError, ConfigurationError)
+        assert_resumes_as_it_was(tmp_path, private(**self.config), others, "max_batch_size", *errors)

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_dp import PrivacyConfig
@@ -91,6 +91,23 @@ def make(path: Path, kind: Any = DPSFTTrainer, privacy: PrivacyConfig | None = N
         given["privacy"] = privacy or private()
     values = {"model": a_model(), "train_dataset": conversations(), "processing_class": tokenizer(), **given}
     return kind(args=settings(path, **parts), **values)
+
+
+def doubled(kind: Any) -> tuple[Any, Any]:
+    """Two trainers behind the mixin with twice the loss of TRL's `kind`: of a batch alone, and example by example."""
+
+    class Doubled(kind):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    class Unsaid(DPTrainerMixin, Doubled):
+        pass
+
+    class Said(DPTrainerMixin, kind):
+        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+            return 2 * super().compute_per_example_loss(model, inputs)
+
+    return Unsaid, Said
 
 
 def gradients_of_single(trainer: Any, chosen: Iterable[int]) -> Iterator[dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
@@ -17,7 +17,7 @@ from hf_dp.losses import PREFERENCE_LOSSES
 from hf_dp.training.trainer import DPTrainerMixin
 from tests.per_example.checks.test_quantised import Linear8bitLt
 from tests.training.answers import DPDPOTrainer, make, pairs
-from tests.training.chats import WORDS, a_model, adapter, tokenizer
+from tests.training.chats import WORDS, a_model, adapter, doubled, tokenizer
 from tests.training.workbench import private
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -207,18 +207,7 @@ def test_a_reference_that_rounds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_subclass_with_another_loss_says_so_pair_by_pair(tmp_path: Path) -> None:
-    class Doubled(trl.DPOTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return 2 * super().compute_loss(*args, **kwargs)
-
-    class Private(DPTrainerMixin, Doubled):
-        pass
-
+    unsaid, said = doubled(trl.DPOTrainer)
     with pytest.raises(ConfigurationError, match=r"Doubled\.compute_loss gives one loss"):
-        make(tmp_path, Private)
-
-    class Known(DPDPOTrainer):
-        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            return 2 * super().compute_per_example_loss(model, inputs)
-
-    make(tmp_path, Known, loss_type="sigmoid").train()
+        make(tmp_path, unsaid)
+    make(tmp_path, said, loss_type="sigmoid").train()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_dp.errors import ConfigurationError
@@ -20,7 +19,7 @@ from hf_dp.training.behind import table
 from hf_dp.training.behind import trl as behind
 from hf_dp.training.behind.sft import Sft
 from hf_dp.training.trainer import DPTrainerMixin
-from tests.training.chats import ROOT, ROWS, TEMPLATE, WORDS, DPSFTTrainer, conversations, make, tokenizer
+from tests.training.chats import ROOT, ROWS, TEMPLATE, WORDS, conversations, doubled, make, tokenizer
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -104,21 +103,10 @@ def test_a_loss_of_the_routers_of_a_whole_batch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_subclass_with_another_loss_says_so_example_by_example(tmp_path: Path) -> None:
-    class Doubled(trl.SFTTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return 2 * super().compute_loss(*args, **kwargs)
-
-    class Private(DPTrainerMixin, Doubled):
-        pass
-
+    unsaid, said = doubled(trl.SFTTrainer)
     with pytest.raises(ConfigurationError, match=r"Doubled\.compute_loss gives one loss"):
-        make(tmp_path, Private)
-
-    class Known(DPSFTTrainer):
-        def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-            return 2 * super().compute_per_example_loss(model, inputs)
-
-    make(tmp_path, Known, loss_type="dft").train()
+        make(tmp_path, unsaid)
+    make(tmp_path, said, loss_type="dft").train()
 
 
 def of_version(monkeypatch: pytest.MonkeyPatch, version: str) -> None:

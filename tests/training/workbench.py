@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
@@ -187,6 +188,24 @@ def trained(path: Path, **changes: Any) -> Any:
     trainer = make(path, **changes)
     trainer.train()
     return trainer
+
+
+def assert_resumes_as_it_was(
+    path: Path, own: PrivacyConfig, others: Iterable[PrivacyConfig], word: str, *errors: type[Exception]
+) -> None:
+    """A resumed training is the uninterrupted one, and other promises are refused with `word`."""
+
+    def trainer(privacy: PrivacyConfig) -> Any:
+        return make(path, privacy=privacy, save_strategy="steps", save_steps=2, max_steps=4)
+
+    whole, resumed, checkpoint = trainer(own), trainer(own), str(path / "checkpoint-2")
+    whole.train()
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert same(parameters(resumed.model), parameters(whole.model))
+    assert resumed.privacy_report() == whole.privacy_report()
+    for other in others:
+        with pytest.raises(errors, match=word):
+            trainer(other).train(resume_from_checkpoint=checkpoint)
 
 
 def saved_by(path: Path, *args: Any, **changes: Any) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -108,33 +109,30 @@ def test_random_masks_are_secret_in_the_release(tmp_path: Path, monkeypatch: Any
     assert not torch.equal(sums[0], sums[2])
 
 
+def failed_in(kind: type, name: str, trainer: Any) -> Any:
+    """`trainer`, once it has tried to train where this method of a class fails."""
+    with mock.patch.object(kind, name, side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+        trainer.train()
+    return trainer
+
+
 @pytest.mark.checked_anew
 @pytest.mark.slow
-def test_a_failed_check_spends_nothing_and_leaves_plain_attention(tmp_path: Path, monkeypatch: Any) -> None:
-    trainer = budgeted(tmp_path)
-    check = Engine.check
-    monkeypatch.setattr(Engine, "check", lambda self: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
+def test_a_failed_check_spends_nothing_and_leaves_plain_attention(tmp_path: Path) -> None:
+    trainer = failed_in(Engine, "check", budgeted(tmp_path))
     assert not trainer.ledger.entries
     assert installed(trainer.model) is None
-    monkeypatch.setattr(Engine, "check", check)
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
     assert trainer.privacy_report().epsilon <= 3.0
 
 
 @pytest.mark.slow
-def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path, monkeypatch: Any) -> None:
-    trainer = budgeted(tmp_path)
-    step = DPTrainer.training_step
-    monkeypatch.setattr(DPTrainer, "training_step", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
+def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path) -> None:
+    trainer = failed_in(DPTrainer, "training_step", budgeted(tmp_path))
     assert [label for _, _, label in trainer.ledger.entries] == [LABEL]
     trainer.save_model()
     assert verify(tmp_path).consistent
-    monkeypatch.setattr(DPTrainer, "training_step", step)
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
     assert trainer.privacy_report().epsilon <= 3.0
@@ -145,14 +143,9 @@ def test_a_failure_after_the_release_does_not_release_again(tmp_path: Path, monk
     ["budget", "data", "nothing released", "steps"],
 )
 @pytest.mark.slow
-def test_a_release_under_another_budget_is_not_taken_over(tmp_path: Path, monkeypatch: Any, change: str) -> None:
+def test_a_release_under_another_budget_is_not_taken_over(tmp_path: Path, change: str) -> None:
     """What it cost is in the ledger, and noise would be calibrated as if it had cost something else."""
-    trainer = budgeted(tmp_path)
-    step = DPTrainer.training_step
-    monkeypatch.setattr(DPTrainer, "training_step", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    monkeypatch.setattr(DPTrainer, "training_step", step)
+    trainer = failed_in(DPTrainer, "training_step", budgeted(tmp_path))
     spent = trainer.ledger.entries
     if change == "budget":
         trainer.privacy = trainer.privacy.replace(target_epsilon=0.5)
@@ -171,29 +164,18 @@ def test_a_release_under_another_budget_is_not_taken_over(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_what_was_released_outlives_a_failed_check(tmp_path: Path, monkeypatch: Any) -> None:
-    trainer = budgeted(tmp_path)
-    for kind, name in ((DPTrainer, "training_step"), (Engine, "check")):
-        kept = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            trainer.train()
-        monkeypatch.setattr(kind, name, kept)
+def test_what_was_released_outlives_a_failed_check(tmp_path: Path) -> None:
+    trainer = failed_in(Engine, "check", failed_in(DPTrainer, "training_step", budgeted(tmp_path)))
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries].count(LABEL) == 1
     assert trainer.privacy_report().epsilon <= 3.0
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_release_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_checkpoint_of_another_release_is_refused(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2}
     budgeted(tmp_path, **options).train()
-    other = budgeted(tmp_path, **options)
-    step = DPTrainer.training_step
-    monkeypatch.setattr(DPTrainer, "training_step", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        other.train()
-    monkeypatch.setattr(DPTrainer, "training_step", step)
+    other = failed_in(DPTrainer, "training_step", budgeted(tmp_path, **options))
     other.ledger.own_labels.clear()  # as if another process had released them
     other._run.parts["token_frequencies"].shares = torch.full((VOCABULARY,), 0.5)
     with pytest.raises(LedgerError, match="other token frequencies"):
