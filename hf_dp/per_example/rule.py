@@ -35,10 +35,9 @@ class Operands(NamedTuple):
     watched: frozenset[str]
     options: dict[str, Any]
 
-    @property
-    def weight(self) -> Tensor:
-        """Of a rule whose operation always has one."""
-        value = self.parameters["weight"]
+    def needed(self, role: str) -> Tensor:
+        """One that is there."""
+        value = self.parameters[role]
         assert value is not None
         return value
 

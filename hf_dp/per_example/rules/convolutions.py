@@ -83,7 +83,7 @@ def _convolution(function: Any, bind: Callable[..., Bound], axes: int, adjoint: 
     def backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
         if operands.options["groups"] != 1 or isinstance(operands.options["padding"], str):
             return usual.backward(saved, operands, gradient, axis, needs_input)
-        (x,), weight, factors = saved, operands.weight, dict[str, Factors | None]()
+        (x,), weight, factors = saved, operands.needed("weight"), dict[str, Factors | None]()
         given = {name: operands.options[name] for name in ("stride", "padding", "dilation")}
         along = {k: [v] * axes if isinstance(v, int) else list(v) * (axes // len(v)) for k, v in given.items()}
         if "weight" in operands.watched:

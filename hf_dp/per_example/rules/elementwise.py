@@ -45,22 +45,22 @@ def _share(values: Tensor, weight: Tensor, axis: Axis) -> PerExample:
 
 
 def _multiply(x: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
-    return x * operands.weight, (x,)
+    return x * operands.needed("weight"), (x,)
 
 
 def multiply_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
-    (x,), weight = saved, operands.weight
+    (x,), weight = saved, operands.needed("weight")
     factors: dict[str, Factors | None] = {"weight": _share(gradient * x, weight, axis)}
     return (gradient * weight).sum_to_size(x.shape) if needs_input else None, factors
 
 
 def _add(x: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
-    return x + operands.weight, (x.new_empty(0).expand(*x.shape, 0),)
+    return x + operands.needed("weight"), (x.new_empty(0).expand(*x.shape, 0),)
 
 
 def _add_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
     shape = saved[0].shape[:-1]
-    factors: dict[str, Factors | None] = {"weight": _share(gradient, operands.weight, axis)}
+    factors: dict[str, Factors | None] = {"weight": _share(gradient, operands.needed("weight"), axis)}
     return gradient.sum_to_size(shape) if needs_input else None, factors
 
 
@@ -82,11 +82,11 @@ def _are_states(weight: Tensor, shape: list[int]) -> bool:
 
 
 def _expand(_: None, operands: Operands) -> tuple[Tensor, Saved]:
-    return operands.weight.expand(operands.options["shape"]).clone(memory_format=torch.contiguous_format), ()
+    return operands.needed("weight").expand(operands.options["shape"]).clone(memory_format=torch.contiguous_format), ()
 
 
 def _expand_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
-    weight = operands.weight
+    weight = operands.needed("weight")
     if "are_states" not in operands.options:
         return None, {"weight": _share(gradient, weight, axis)}
     found = _share(gradient.transpose(0, 1), weight.transpose(0, 1), axis)
@@ -108,11 +108,11 @@ def _bind_expand_as(input: Tensor, other: Tensor) -> Bound:
 
 
 def _repeat(_: None, operands: Operands) -> tuple[Tensor, Saved]:
-    return operands.weight.repeat(operands.options["sizes"]), ()
+    return operands.needed("weight").repeat(operands.options["sizes"]), ()
 
 
 def _repeat_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
-    weight, times = operands.weight, operands.options["sizes"]
+    weight, times = operands.needed("weight"), operands.options["sizes"]
     shape = [1] * (len(times) - weight.dim()) + list(weight.shape)
     copies = gradient.reshape([size for axes in zip(times, shape, strict=True) for size in axes])
     order = [*range(0, copies.dim(), 2), *range(1, copies.dim(), 2)]

@@ -34,10 +34,10 @@ def _bind(
 def _rule(grouped: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Rule:
     def forward(input: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
         offsets = operands.options["offsets"]
-        return grouped(input, operands.weight, offsets), (input, offsets)
+        return grouped(input, operands.needed("weight"), offsets), (input, offsets)
 
     def backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
-        (given, offsets), weight = saved, operands.weight
+        (given, offsets), weight = saved, operands.needed("weight")
         assert axis.order is not None
         if not len(given):
             return (torch.zeros_like(given) if needs_input else None), {"weight": None}

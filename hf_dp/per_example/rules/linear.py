@@ -43,13 +43,13 @@ def _bind_matmul(input: Tensor, other: Tensor) -> Bound:
 
 
 def _linear(x: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
-    weight, bias = operands.weight, operands.parameters["bias"]
+    weight, bias = operands.needed("weight"), operands.parameters["bias"]
     weight = weight.T if operands.options.get("transposed") and weight.dim() == 2 else weight
     return F.linear(x, weight, bias), (x,) if "weight" in operands.watched else ()
 
 
 def _linear_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
-    weight, is_transposed = operands.weight, operands.options.get("transposed")
+    weight, is_transposed = operands.needed("weight"), operands.options.get("transposed")
     if weight.dim() == 1:
         return multiply_backward(saved, operands, gradient.unsqueeze(-1), axis, needs_input)
     factors: dict[str, Factors | None] = {}

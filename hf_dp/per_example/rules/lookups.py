@@ -35,11 +35,11 @@ def _bind_embedding(
 
 
 def _embedding(ids: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
-    return F.embedding(ids, operands.weight), (ids,)
+    return F.embedding(ids, operands.needed("weight")), (ids,)
 
 
 def _embedding_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
-    (ids,), weight = saved, operands.weight
+    (ids,), weight = saved, operands.needed("weight")
     padding = operands.options["padding_idx"]
     if padding is not None:
         gradient = gradient.masked_fill(ids.eq(padding % weight.shape[0]).unsqueeze(-1), 0)
@@ -61,11 +61,11 @@ def _bind_getitem(input: Tensor, index: Any) -> Bound:
 
 
 def _getitem(index: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
-    return operands.weight[index], (index,)
+    return operands.needed("weight")[index], (index,)
 
 
 def _getitem_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
-    (index,), weight = saved, operands.weight
+    (index,), weight = saved, operands.needed("weight")
     ids = index.long().remainder(weight.shape[0]).reshape(axis.batch_size, -1)
     rows = gradient.reshape(axis.batch_size, ids.shape[1], -1)
     return None, {"weight": Outer(OneHot(ids, weight.shape[0]), Dense(rows))}

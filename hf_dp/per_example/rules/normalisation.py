@@ -85,7 +85,7 @@ def _rms_norm(x: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
 
 
 def _rms_norm_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
-    (x,), weight, eps = saved, operands.weight, operands.options["eps"]
+    (x,), weight, eps = saved, operands.needed("weight"), operands.options["eps"]
     wide, gradient = accumulation(x), accumulation(gradient)
     last = [*range(-len(operands.options["shape"]), 0)]
     rstd = (wide.square().mean(last, keepdim=True) + eps).rsqrt()
