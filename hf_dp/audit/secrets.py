@@ -58,13 +58,13 @@ def exposure(losses: Scores, secret: int) -> float:
     return math.log2(len(found)) - math.log2(rank)
 
 
-def most_by_chance(n: int, false_alarm: float = 1e-3) -> float:
-    """Mean exposure of n secrets that a model which knows none of them exceeds with probability `false_alarm`.
+def most_by_chance(n: int) -> float:
+    """Mean exposure of n secrets that a model which knows none of them exceeds in one case of a thousand.
 
     The rank of an unknown secret is uniform, so its exposure in nats is exponential and the sum of n has a gamma
     distribution.
     """
-    return float(stats.gamma.isf(false_alarm, n)) / n * MEAN_EXPOSURE_BY_CHANCE
+    return float(stats.gamma.isf(1e-3, n)) / n * MEAN_EXPOSURE_BY_CHANCE
 
 
 def candidates(secret: str, most: int = 10_000) -> list[str]:

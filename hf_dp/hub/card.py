@@ -43,16 +43,11 @@ _IN_A_WORD = {
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
 
 
-def epsilons(report: PrivacyReport, ledger: Ledger) -> dict[AccountantName, float]:
-    """Epsilon of everything in the ledger at the report's delta, by each accountant that has one, in nats."""
-    return ledger.epsilons(report.delta)
-
-
 def privacy_section(
     report: PrivacyReport, ledger: Ledger, config: PrivacyConfig, audit: Audit | None = None, saved: str | None = None
 ) -> str:
     """The section as Markdown, between its two markers."""
-    found = epsilons(report, ledger)
+    found = ledger.epsilons(report.delta)
     lines = [BEGIN, "## Privacy", "", *_promise(report, found, config), *_together(report)]
     known = risk(ledger.event, rates(report.target_tpr, report.at_fpr)) if report.private else None
     lines += [] if known is None else _for_a_person(report, found, config, known)
@@ -213,7 +208,7 @@ def _rows(
 def metadata(record: PrivacyRecord, record_sha256: str) -> dict[str, Any]:
     """What stands under `differential_privacy` in the card's YAML."""
     report = record.report
-    found = {f"epsilon_{name}": value for name, value in epsilons(report, record.ledger).items()}
+    found = {f"epsilon_{name}": value for name, value in record.ledger.epsilons(report.delta).items()}
     return {
         **{name: "inf" if value == math.inf else value for name, value in found.items()},
         **({} if record.saved is None else {"date": record.saved}),

@@ -24,7 +24,7 @@ from hf_dp.config.asked import asked
 from hf_dp.config.ranges import is_probability
 from hf_dp.errors import ConfigurationError, LedgerError, shortened
 from hf_dp.figures import upper
-from hf_dp.hub.card import epsilons, privacy_section
+from hf_dp.hub.card import privacy_section
 from hf_dp.hub.charged import TOLERANCE, charged_with, same, steps_are
 from hf_dp.hub.record import VERSION, PrivacyRecord, sha256_of_text
 from hf_dp.versions import library_versions
@@ -66,7 +66,7 @@ def recomputed(record: PrivacyRecord, title: str) -> dict[AccountantName, float]
     try:
         different = len(primitives(record.ledger.event) or ())
         if different <= MOST_MECHANISMS:
-            return epsilons(record.report, record.ledger)
+            return record.ledger.epsilons(record.report.delta)
         problem = f"it has {different} different mechanisms, and at most {MOST_MECHANISMS} are added up here"
     except (ArithmeticError, RecursionError) as error:
         problem = str(error)

@@ -27,7 +27,7 @@ from hf_dp.accounting.report import _PLAIN
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import LedgerError
 from hf_dp.hub import PrivacyRecord
-from hf_dp.hub.card import epsilons, metadata, privacy_section
+from hf_dp.hub.card import metadata, privacy_section
 
 noises = st.floats(0.5, 50)
 events = st.recursive(
@@ -83,7 +83,7 @@ def test_every_release_is_told(charges: list[tuple[dp.DpEvent, str, int]]) -> No
         assert f"| {label} | {count} | {in_words(event)} |" in section
     said = metadata(record, "0" * 64)
     assert {
-        f"epsilon_{name}": value for name, value in epsilons(record.report, record.ledger).items()
+        f"epsilon_{name}": value for name, value in record.ledger.epsilons(record.report.delta).items()
     }.items() <= said.items()
 
 

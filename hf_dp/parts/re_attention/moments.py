@@ -12,7 +12,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -204,8 +204,3 @@ def wide(values: Tensor) -> Tensor:
 def _is_unknown(func: Any, output: Any) -> bool:
     # Attributes of tensors are functions too; noise in indices and truth values is not followed.
     return getattr(func, "__name__", "") != "__get__" and any(t.is_floating_point() for t in tensors_in(output))
-
-
-def with_slope(tracked: Tracked, slope: Slope) -> Tracked:
-    """The noise of a function of the same base."""
-    return replace(tracked, slope=slope)

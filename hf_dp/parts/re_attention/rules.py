@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import hf_dp.parts.re_attention.moves as moves
-from hf_dp.parts.re_attention.moments import Moments, Rule, Tracked, Variance, wide, with_slope
+from hf_dp.parts.re_attention.moments import Moments, Rule, Tracked, Variance, wide
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -157,7 +158,7 @@ def _unary(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) 
             (own,) = torch.autograd.grad(made.sum(), leaf)
         return own if before is None else own * before()
 
-    m.put(output, with_slope(tracked, slope))
+    m.put(output, replace(tracked, slope=slope))
 
 
 def _negated(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
@@ -165,7 +166,7 @@ def _negated(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
     tracked = m.of(x)
     if tracked is not None:
         before = _slope(tracked, x)
-        m.put(output, with_slope(tracked, lambda: -before()))
+        m.put(output, replace(tracked, slope=lambda: -before()))
 
 
 def _mean(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs) -> None:
@@ -192,7 +193,7 @@ def _sum(sign: float) -> Rule:
         first, second = m.of(x), m.of(y)
         if first is not None and second is not None and first.variance is second.variance:
             one, two = _slope(first, x), _slope(second, y)
-            m.put(output, with_slope(first, lambda: one() + factor * two()))
+            m.put(output, replace(first, slope=lambda: one() + factor * two()))
         elif first is not None and second is not None and (first.is_turned or second.is_turned):
             # By any angle. The covariance that this gives a pair is not followed; the variance of both in the middle
             # is what leaves the noise of scores, as the scores, to differences of positions alone.
@@ -206,7 +207,7 @@ def _sum(sign: float) -> Rule:
             _shifted(m, output, first)
         elif second is not None:
             before = _slope(second, y)
-            _shifted(m, output, second if factor == 1 else with_slope(second, lambda: factor * before()))
+            _shifted(m, output, second if factor == 1 else replace(second, slope=lambda: factor * before()))
 
     return rule
 
@@ -238,7 +239,7 @@ def _product(m: Moments, func: Any, output: Tensor, args: _Args, kwargs: _Kwargs
     elif first.variance is second.variance:
         one, two = _slope(first, x), _slope(second, y)
         value, other = x.detach(), y.detach()
-        m.put(output, with_slope(first, lambda: one() * m.sampled(other) + two() * m.sampled(value)))
+        m.put(output, replace(first, slope=lambda: one() * m.sampled(other) + two() * m.sampled(value)))
     else:
         noise, another = (v.each(m.over_features) for v in m.variances(x, y) if v is not None)
         square, other_square = (m.over_features(wide(m.sampled(t.detach())).square()) for t in (x, y))
@@ -268,7 +269,7 @@ def _scaled(m: Moments, output: Tensor, x: Tensor, tracked: Tracked, factor: Ten
     factor = factor.to(tracked.variance.own.device)
     if tracked.variance.own.shape == output.shape:
         part, before = (m.sampled(factor) if factor.dim() and factor.shape[-1] > 1 else factor), tracked.slope
-        m.put(output, with_slope(tracked, lambda: part if before is None else part * before()))
+        m.put(output, replace(tracked, slope=lambda: part if before is None else part * before()))
     else:
         noise = m.variance(x)
         assert noise is not None
