@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dp.data.extremes import empty_rows
 from hf_dp.data.lengths import length_of
@@ -15,6 +17,7 @@ from hf_dp.data.telling_rows import is_same
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.figures import row_in_words
 from hf_dp.launched import of_the_backend
+from hf_dp.per_example.targets import targets_in_range
 
 _TOO_LITTLE = (
     "The check before the first step takes a few rows, the longest among them, at once and in float32, and spends no "
@@ -56,11 +59,27 @@ def keep_columns(error: Exception) -> str | None:
     """What to do where `error` says that a column is not there; None where it says something else."""
     if not isinstance(error, KeyError):
         return None
-    return (
+    give = (
         "give the dataset that column; if it has it, TrainingArguments(remove_unused_columns=False): Trainer drops "
         "what the model's forward does not name, and a collator, a transform (set_transform, with_transform) or a loss "
         "of your own may need it."
     )
+    if (where := _in_a_model(error)) is None:
+        return give
+    looked_up = f"look at {where}, where the model looks up what is not there"
+    is_name = isinstance(next(iter(error.args), None), str)
+    return f"{looked_up}. If it is the name of a column: {give}" if is_name else f"{looked_up} (no column: no name)."
+
+
+def _in_a_model(error: Exception) -> str | None:
+    """The place in a module's own code where it was raised; None where no module was at work."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        of_torch = str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+        if isinstance(owner := frame.f_locals.get("self"), nn.Module) and not of_torch:
+            code = frame.f_code
+            found = f"{type(owner).__name__}.{code.co_name} ({Path(code.co_filename).name}, line {line})"
+    return found
 
 
 def _say_what_pads(error: Exception) -> str | None:
@@ -137,13 +156,15 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
 
 @contextmanager
 def failures_refused() -> Iterator[None]:
-    """What fails inside with an error of the model's, the loss's or the collator's own is refused.
+    """What fails inside with an error of the model's, the loss's or the collator's own is refused; targets of CTC that
+    are no classes fail, since a process that ends tells nothing.
 
     Raises:
         ConfigurationError: with that error, unless it is of memory, or of another rank.
     """
     try:
-        yield
+        with targets_in_range():
+            yield
     except torch.OutOfMemoryError as error:
         error.add_note(_TOO_LITTLE)
         raise

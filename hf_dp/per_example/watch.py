@@ -38,6 +38,7 @@ from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.rules.composites import COMPOSITES
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, watched_when_whole
+from hf_dp.per_example.targets import targets_in_range
 from hf_dp.per_example.use import Call, copied, name_of, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain, tensors_in
 
@@ -147,7 +148,7 @@ class Watch:
         self.sum_dtypes = sum_dtypes(originals)
         try:
             with in_place(modules, originals, watched), functions_seen(), self.reader.followed(model.modules()):
-                with watched_when_whole(model, sharded, watch):
+                with watched_when_whole(model, sharded, watch), targets_in_range():
                     yield
                 leaked = self.leaked | {name for name, p in originals.items() if p.grad is not None}
                 if leaked:
@@ -177,8 +178,7 @@ class Watch:
             reason = "it works on a value that was computed from the parameter in an earlier pass and kept"
             raise refusal(parameters, f"operation {name}", reason)
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            reason = "torch.func (vmap, grad, jvp) hides the axis of the examples"
-            raise refusal(parameters, f"operation {name}", reason)
+            raise refusal(parameters, f"operation {name}", "torch.func (vmap, grad, jvp) hides the examples' axis")
         if rule is None and function in COMPOSITES:
             output = COMPOSITES[function](*args, **kwargs)
             if output is not NotImplemented:

@@ -72,6 +72,33 @@ def test_in_a_step_an_error_stays_and_says_how_to_go_on(error: Exception, is_tol
     assert any("resume_from_checkpoint" in note for note in getattr(error, "__notes__", [])) == is_told
 
 
+class Kinds(nn.Module):
+    """Looks up what its rows name."""
+
+    def forward(self, key: Any, **columns: Any) -> Any:
+        return nn.ModuleDict({"a": nn.Linear(1, 1)})[key] if isinstance(key, str) else {"a": 1}[key]
+
+
+@pytest.mark.parametrize(("key", "may_be_one"), [("b", True), (3, False)])
+def test_what_a_model_looks_up_in_vain_need_be_no_column(key: Any, may_be_one: bool) -> None:
+    errors = []
+    with pytest.raises(ConfigurationError) as caught, failures_refused():
+        Kinds()(key)
+    errors.append(caught.value)
+    with pytest.raises(ConfigurationError) as caught:
+        refuse_rows_that_fail(ROWS, [0], [], lambda row: Kinds()(key))
+    for error in (*errors, caught.value):
+        assert error.fix.startswith("look at Kinds.forward (test_failing_rows.py, line ")
+        assert ("remove_unused_columns=False" in error.fix) == may_be_one
+
+
+def test_targets_that_are_no_classes_are_told_before_torch_reads_what_lies_there() -> None:
+    given, one = torch.zeros(4, 1, 3), torch.ones(1, dtype=torch.long)
+    run = lambda row: nn.functional.ctc_loss(given, torch.tensor([row["label"]]), 4 * one, one)  # noqa: E731
+    with pytest.raises(ConfigurationError, match=r"row 1 .* Target -1 is out of bounds"), failures_refused():
+        refuse_rows_that_fail([{"label": [1]}, {"label": [-1]}], [0, 1], [], run)
+
+
 @pytest.mark.parametrize("of", [list, table])
 def test_of_a_row_without_tokens_it_is_said_where_and_of_how_many(of: Any) -> None:
     def run(row: dict[str, Any]) -> None:
