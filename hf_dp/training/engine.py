@@ -108,7 +108,7 @@ class Engine:
         self._switches = Switches()
         self._read: AsRead | None = None
         self._installed: Installed | None = None
-        self._moved, self._met = list[float](), list[Any]()
+        self._moved, self._met, self._unread = list[float](), list[Any](), set[str]()
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
         """The gradients of one micro-batch, as they were certified; of units, of the means of their rows' losses.
@@ -238,8 +238,9 @@ class Engine:
         with memory.restored(), uncompiled(), unchanged_global_state():
             check_order(dataset.dataset, self._collate)  # before a row is read
             warn_of_rows_of_others(dataset.dataset, None if self.loader.draws_units else self._collate.collated)
+            few, others = telling_rows(dataset, self._collator.widths)
+            memory.settle(self._batch([row]) for row in few)
             with unchanged_state(self.model):
-                few, others = telling_rows(dataset, self._collator.widths)
                 one, other, together = alike_batches(few, self._batch)
                 extremes = extreme_rows(dataset.dataset)
                 warn_of_several(together, are_even=not extremes.uneven)
@@ -249,7 +250,7 @@ class Engine:
                 check_dataset(dataset.dataset)
                 with self._padding.put_aside():
                     check_collator(self._collate, few, [*extreme, *(rare := rare_rows(dataset))])
-                memory.refuse(one, other, together)
+                self._unread = memory.refuse(one, other, together)
                 uneven = [*uneven_rows(dataset, extremes, few), *self._met]
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
                 self._batch(outermost(uneven, self._collator.widths))
@@ -291,8 +292,8 @@ class Engine:
         """The norms of their gradients."""
         with unchanged_state(self.model):
             return check_padding(
-                self.model, self._loss, rows, self._collate.collated, self._prepare_collated, number=number,
-                certificate=certificate, rules=self._rules, tables=self.by_rows, note=self._moved.append,
+                self.model, self._loss, rows, self._collate.collated, self._prepare_collated, certificate=certificate,
+                rules=self._rules, number=number, tables=self.by_rows, note=self._moved.append, unread=self._unread,
             )  # fmt: skip
 
     def _batch(self, rows: list[Any]) -> Batch:

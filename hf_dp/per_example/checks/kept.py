@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.per_example.checks.alike import Alike
@@ -14,8 +15,9 @@ from hf_dp.per_example.checks.counts import many, refuse_counts
 from hf_dp.per_example.checks.held import Held, Place
 from hf_dp.per_example.checks.moved import still
 from hf_dp.per_example.checks.reads import Reads, reads_of
-from hf_dp.per_example.checks.state import kept_refused, uncompiled
-from hf_dp.per_example.checks.values import FAILED, NOTHING, Which, emptied, far, here, same
+from hf_dp.per_example.checks.state import kept_refused, named_place, uncompiled
+from hf_dp.per_example.checks.values import FAILED, NOTHING, OF_MODULES, Which, emptied, far, here, same
+from hf_dp.per_example.modules import named_modules
 from hf_dp.per_example.sharding import is_sharded
 from hf_dp.randomness import unchanged_global_state
 
@@ -26,7 +28,7 @@ _WRITTEN: Any = WeakTensorKeyDictionary()
 class Memory(Alike):
     """Refuses what passes leave in attributes and unsaved buffers, and later losses follow from."""
 
-    def refuse(self, one: Any, other: Any, probe: Any) -> None:
+    def refuse(self, one: Any, other: Any, probe: Any) -> set[str]:
         """Refuses what depends on the content of a batch, and what losses follow from.
 
         Two batches of the same shapes pass through from one state. What they leave is a cache if it is the same; else
@@ -36,6 +38,9 @@ class Memory(Alike):
         Args:
             one, other: of the same shapes, with other content.
             probe: a batch.
+
+        Returns:
+            The names of what passes change, and no loss follows from.
 
         Raises:
             UnsupportedModelError: with the name of the attribute.
@@ -81,6 +86,43 @@ class Memory(Alike):
             refuse_counts(
                 {place: (left[0][place], again.get(place)) for place in alike}, partial(self._is_alike, probe)
             )
+            self._harmless.update(place for place in alike if not same(again.get(place, NOTHING), left[0][place]))
+        return {named_place(place) for place in self._harmless}
+
+    def settle(self, rows: Iterable[Any]) -> None:
+        """Turns on for good what each row turns on by itself, a note that something was warned of, say.
+
+        That is what a first pass would do, whoever is in the data. Only where losses and gradients of each row are the
+        same with it on and off from the beginning: else what the first pass does besides would be left out. What fails
+        is for others to say.
+
+        Args:
+            rows: batches of one row each.
+        """
+        try:
+            several = [] if is_sharded(self._model) else list(rows)
+            turned = [self._turned_on(row) for row in several[:1]]
+            if len(several) < 2 or not turned[0]:
+                return
+            turned += [self._turned_on(row) for row in several[1:]]
+            places = [place for place in turned[0] if all(place in found for found in turned)]
+            on, off = (dict.fromkeys(places, value) for value in (True, False))
+            if places and all(self._is_alike(row, off, on) for row in several):
+                modules = dict(named_modules(self._model))
+                for path, name in places:
+                    self._switches.settle(modules[path], name)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - of a model, a loss or a collator
+            return
+
+    def _turned_on(self, row: Any) -> list[Place]:
+        """Which attributes of modules are False before a row passes, and True after it."""
+        held = [(path, vars(module)) for path, module in named_modules(self._model)]
+        off = [(path, own, name) for path, own in held for name, is_on in own.items() if is_on is False]
+        with self._put_back(), unchanged_global_state():
+            self._losses(row)
+            return [(path, name) for path, own, name in off if own.get(name) is True and name not in OF_MODULES]
 
     def _left_by(self, *batches: Any) -> list[dict[Place, Any]]:
         left = []

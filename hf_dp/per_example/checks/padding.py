@@ -46,6 +46,7 @@ def check_padding(
     rules: Mapping[Any, Rule] = RULES,
     tables: Collection[str] = (),
     note: Callable[[float], None] = lambda by: None,
+    unread: Collection[str] = (),
 ) -> list[float]:
     """Checks that an example's gradient and loss are the same alone and beside the others, longer and shorter.
 
@@ -68,6 +69,7 @@ def check_padding(
             rows must have one.
         note: is told by how much of its norm the gradient of each moves where the model is trained in 16 bits, as it is
             computed then.
+        unread: buffers that need not be what they were: no loss follows from them.
 
     Returns:
         The norm of each one's gradient: of one that adds nothing, whether others move it is not seen.
@@ -125,7 +127,10 @@ def check_padding(
             has_gradient[i] = is_there
             both = [(name, now, left[name]) for name, now in alone[0][1].items() if name in left]
             # A buffer that has grown is a cache.
-            changed = [name for name, now, before in both if now.shape == before.shape and not equal(now, before)]
+            held = [
+                (name, now, before) for name, now, before in both if now.shape == before.shape and name not in unread
+            ]
+            changed = [name for name, now, before in held if not equal(now, before)]
             if changed:
                 raise _leak(f"{changed[0]} is another after an example of another length.")
             by = min(moved_by(model, in_batch, i, found, tables) for found, _ in alone)

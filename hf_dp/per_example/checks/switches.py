@@ -22,6 +22,7 @@ class Switches:
 
     def __init__(self) -> None:
         self._off: list[tuple[Any, str, Any, str]] = []
+        self._settled: list[tuple[Any, str]] = []
 
     def turn_off(self, owner: Any, name: str, off: Any, said: str) -> str:
         """Gives `owner` the value `off` by this name; `said` is what it was, in words."""
@@ -29,8 +30,15 @@ class Switches:
         self._off.append((owner, name, off, said))
         return said
 
+    def settle(self, owner: Any, name: str) -> None:
+        """Gives `owner` from the beginning what each pass gives it by this name: True."""
+        setattr(owner, name, True)
+        self._settled.append((owner, name))
+
     def put_off_again(self) -> None:
         """After what has put back values as they were before."""
+        for owner, name in self._settled:
+            setattr(owner, name, True)
         for owner, name, off, _ in self._off:
             setattr(owner, name, off)
 
