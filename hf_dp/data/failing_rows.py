@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -73,13 +74,37 @@ def keep_columns(error: Exception) -> str | None:
 
 def _in_a_model(error: Exception) -> str | None:
     """The place in a module's own code where it was raised; None where no module was at work."""
+    if (found := _module_at_work(error)) is None:
+        return None
+    owner, frame, line = found
+    return f"{type(owner).__name__}.{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}, line {line})"
+
+
+def _module_at_work(error: Exception) -> tuple[nn.Module, FrameType, int] | None:
+    """The innermost module in whose code, which is not torch's, it was raised; with the place there."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        of_torch = str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
-        if isinstance(owner := frame.f_locals.get("self"), nn.Module) and not of_torch:
-            code = frame.f_code
-            found = f"{type(owner).__name__}.{code.co_name} ({Path(code.co_filename).name}, line {line})"
+        if isinstance(owner := frame.f_locals.get("self"), nn.Module) and _package_of(frame) != "torch":
+            found = owner, frame, line
     return found
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def _of_an_adapter(error: Exception) -> str | None:
+    """What to do where PEFT's own code fails on what it has put an adapter around; None where it does not."""
+    if not isinstance(error, AttributeError) or (found := _module_at_work(error)) is None:
+        return None
+    owner, frame, _ = found
+    if _package_of(frame) != "peft" or (base := getattr(owner, "base_layer", None)) is None:
+        return None
+    return (
+        f"leave what is a {type(base).__name__} out of target_modules (exclude_modules of the adapter's config names "
+        "it): PEFT cannot adapt it, since it gives something else than one tensor, and the model fails without hf_dp "
+        "too."
+    )
 
 
 def _say_what_pads(error: Exception) -> str | None:
@@ -145,6 +170,7 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                 f"{name} {failed}.",
                 why=why,
                 fix=keep_columns(error)
+                or _of_an_adapter(error)
                 or _no_inputs(row)
                 or "correct the row or leave it out: token ids are below the size of the vocabulary, labels of "
                 "classes whole numbers below num_labels (not True, not 1.0), texts no longer than the model has "
@@ -179,6 +205,7 @@ def failures_refused() -> Iterator[None]:
             why="it takes rows of all kinds through them, by themselves and together, as training does, which would "
             "stop at such a batch and lose what was spent until then.",
             fix=keep_columns(error)
+            or _of_an_adapter(error)
             or _say_what_pads(error)
             or "if some rows have what others lack, such as a picture, give it to all, or train on rows of one kind; "
             "of a model in few bits quantise weights alone, not activations. Else the traceback says where.",

@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import DataCollatorWithPadding, DistilBertForSequenceClassification, default_data_collator
 
@@ -90,6 +91,22 @@ def test_what_a_model_looks_up_in_vain_need_be_no_column(key: Any, may_be_one: b
     for error in (*errors, caught.value):
         assert error.fix.startswith("look at Kinds.forward (test_failing_rows.py, line ")
         assert ("remove_unused_columns=False" in error.fix) == may_be_one
+
+
+class Router(nn.Linear):
+    """Gives more than one tensor, as those of phimoe."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x
+
+
+def test_what_peft_cannot_adapt_is_no_fault_of_a_row() -> None:
+    adapted = get_peft_model(nn.Sequential(Router(3, 3)), LoraConfig(target_modules=["0"]))
+    with pytest.raises(ConfigurationError) as caught:
+        refuse_rows_that_fail(ROWS, [0], [], lambda row: adapted(torch.ones(1, 3)))
+    assert caught.value.fix.startswith("leave what is a Router out of target_modules")
+    with pytest.raises(ConfigurationError, match="leave what is a Router out"), failures_refused():
+        adapted(torch.ones(1, 3))
 
 
 def test_targets_that_are_no_classes_are_told_before_torch_reads_what_lies_there() -> None:
