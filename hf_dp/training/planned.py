@@ -29,6 +29,7 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.hub import PrivacyRecord, read_earlier
 from hf_dp.hub.earlier import check_other_people, trainings
 from hf_dp.parts.table import settled
+from hf_dp.per_example.checks.state import refuse_unshaped
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.sampler import check_sizes
 from hf_dp.sampling.table import sampler_of
@@ -143,7 +144,9 @@ def check_ranks(dataset: Any, model: nn.Module, facts: Mapping[str, Any], accele
 
     Raises:
         ConfigurationError: with what differs, on all ranks.
+        UnsupportedModelError: what has no shape yet, which cannot be told from others.
     """
+    refuse_unshaped(model)
     warn_if_alone()
     data = described_data(dataset)
     agree({**facts, **described_setup(accelerator), **data, **described_model(model)})

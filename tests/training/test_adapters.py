@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LNTuningConfig, LoraConfig, PeftModel, XLoraConfig, get_peft_model
+from peft import CPTConfig, IA3Config, LNTuningConfig, LoraConfig, PeftModel, XLoraConfig, get_peft_model
 from torch import nn
 from transformers import TrainerCallback
 
@@ -178,6 +178,15 @@ def test_x_lora_is_refused_with_what_peft_leaves_out_of_it(tmp_path: Path, of: i
         refuse_adapters_in_part(get_peft_model(llama, mixture))
     assert "LoRA adapter" in refused.value.fix
     assert "adapter_name" not in refused.value.fix
+
+
+def test_cpt_is_refused_by_its_name_with_what_takes_its_place() -> None:
+    prompt = CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2], num_virtual_tokens=2
+    )
+    with pytest.raises(ConfigurationError, match="CPTConfig") as refused:
+        refuse_adapters_in_part(get_peft_model(tiny("llama", "causal_lm", torch.float32), prompt))
+    assert "PromptTuningConfig" in refused.value.fix
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from transformers import DistilBertForSequenceClassification, TrainerCallback
 
 from hf_dp import DPTrainer
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
+from hf_dp.per_example import preflight
 from tests.training.refusing import refused
 from tests.training.workbench import arguments, classifier, make, pad, private, rows
 
@@ -157,3 +158,23 @@ class DoubledForSequenceClassification(DistilBertForSequenceClassification):
 def test_a_model_whose_own_loss_is_another_is_refused(tmp_path: Path) -> None:
     model = DoubledForSequenceClassification(classifier().config)
     refused(tmp_path, UnsupportedModelError, "as its loss of one example", model, at_once=False)
+
+
+class Unshaped(nn.Module):
+    """Knows how many inputs it has when it has met some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        found: Tensor = self.head(x)
+        return found
+
+
+def test_what_has_no_shape_yet_is_told_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="head.weight has no shape yet") as caught:
+        make(tmp_path, Unshaped())
+    assert "before" in caught.value.fix
+    with pytest.raises(UnsupportedModelError, match="head.weight has no shape yet"):
+        preflight(Unshaped(), lambda model, batch: model(batch["x"]).sum(1), {"x": torch.randn(3, 4)})

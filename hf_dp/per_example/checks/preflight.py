@@ -33,7 +33,7 @@ from hf_dp.per_example.checks.independence import (
 from hf_dp.per_example.checks.mixing import refuse_mixing
 from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
 from hf_dp.per_example.checks.quantised import check_quantised, passing_gradients
-from hf_dp.per_example.checks.state import refuse_compiled, uncompiled
+from hf_dp.per_example.checks.state import refuse_compiled, refuse_unshaped, uncompiled
 from hf_dp.per_example.checks.survey import surveyed
 from hf_dp.per_example.checks.switches import Switches, switch_off, warn_of
 from hf_dp.per_example.oracle import DIFFERENT, Truth
@@ -211,6 +211,7 @@ def check_modules(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: with the module's name.
     """
+    refuse_unshaped(model)
     with in_mode(model, training=True):
         refuse_mixing(model.named_modules())
     check_quantised(model.named_modules())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.per_example.checks.values import HOOKS_NOTED, equal
@@ -98,6 +99,23 @@ def refuse_compiled(modules: Sequence[nn.Module]) -> None:
                 "parameters.",
                 why="the uses of a parameter cannot be seen inside a compiled graph.",
                 fix="train it uncompiled, or freeze its parameters: frozen modules may be compiled by themselves.",
+            )
+
+
+def refuse_unshaped(model: nn.Module) -> None:
+    """Refuses parameters and buffers that get their shapes from the first batch (`nn.LazyLinear`).
+
+    Raises:
+        UnsupportedModelError: with the name of the first.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise UnsupportedModelError(
+                f"{name} has no shape yet.",
+                why="it gets one, and its first values, from the first batch; what is clipped and saved must be known "
+                "before.",
+                fix="let the model compute made-up inputs of the right shape once, before optimizer and trainer are "
+                "made, or give its size (nn.Linear in place of nn.LazyLinear).",
             )
 
 

@@ -12,7 +12,7 @@ from hf_dp.training.adapters import has_adapters
 _WHOLE = "modules_to_save"
 # What PEFT puts beside a tuner's own parameters, and saves with them.
 _BESIDE = (_WHOLE, "trainable_tokens_", "token_adapter")
-_X_LORA = "XLORA"
+_X_LORA, _CPT = "XLORA", "CPT"
 
 
 def refuse_adapters_in_part(model: Any) -> None:
@@ -30,6 +30,14 @@ def refuse_adapters_in_part(model: Any) -> None:
             "that would be lost, and no checkpoint could be gone on from.",
             fix="train one LoRA adapter (LoraConfig): one of the mixture goes on from its folder by "
             "PeftModel.from_pretrained(base, folder, is_trainable=True).",
+        )
+    if any(config.peft_type == _CPT for config in model.peft_config.values()):
+        raise ConfigurationError(
+            "context-aware prompt tuning (CPTConfig).",
+            why="it changes the gradient of its parameter by a hook, which would see no single example's, and its loss is "
+            "a mean over a whole batch.",
+            fix="tune a prompt that begins with the same words: PromptTuningConfig(prompt_tuning_init='TEXT', ...); or "
+            "train LoRA.",
         )
     if names := _unsaved(model):
         raise ConfigurationError(
