@@ -34,7 +34,7 @@ def refuse_adapters_in_part(model: Any) -> None:
     if any(config.peft_type == _CPT for config in model.peft_config.values()):
         raise ConfigurationError(
             "context-aware prompt tuning (CPTConfig).",
-            why="it changes the gradient of its parameter by a hook, which would see no single example's, and its loss is "
+            why="it changes the gradient of its parameter by a hook, which would see no single one, and its loss is "
             "a mean over a whole batch.",
             fix="tune a prompt that begins with the same words: PromptTuningConfig(prompt_tuning_init='TEXT', ...); or "
             "train LoRA.",
