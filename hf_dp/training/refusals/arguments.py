@@ -36,7 +36,7 @@ def private_arguments(args: Any, privacy: PrivacyConfig) -> Any:
     private = copy.copy(args)
     private.gradient_accumulation_steps = 1
     private.max_grad_norm = 0.0
-    if getattr(args, "trackio_static_space_id", False) is None:
+    if args.trackio_static_space_id is None:
         # Unless a space was named, Trackio would publish the logged losses with every push.
         private.trackio_static_space_id = False
     return private
@@ -80,10 +80,9 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
         if condition:
             found.append((what, why, fix))
 
-    strategy = getattr(args, "train_sampling_strategy", "random")
     optimizer = str(getattr(args.optim, "value", args.optim))
     # By the arguments or, where they say nothing, by accelerate's config or environment.
-    chosen = getattr(args, "mixed_precision", "no")
+    chosen = args.mixed_precision
     refuse(
         args.fp16 or chosen in _FEW_BITS,
         "fp16=True." if args.fp16 else f"mixed precision {chosen!r}, as accelerate was told.",
@@ -130,8 +129,8 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
             f"give a number of at least 0 and below {limit:g}." if limit < math.inf else "give a finite one above 0.",
         )
     refuse(
-        strategy != "random" or getattr(args, "group_by_length", False),
-        f"train_sampling_strategy={strategy!r}.",
+        args.train_sampling_strategy != "random",
+        f"train_sampling_strategy={args.train_sampling_strategy!r}.",
         "the guarantee holds for Poisson sampling, where every example is drawn independently; this strategy is not.",
         "leave it at 'random'; hf_dp draws the batches itself.",
     )
@@ -154,7 +153,7 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
         "start one process for each device (torchrun or accelerate launch), or make one visible.",
     )
     refuse(
-        getattr(args, "use_liger_kernel", False),
+        args.use_liger_kernel,
         "use_liger_kernel=True.",
         "its fused kernels use parameters where no rule sees them.",
         "leave it out.",
