@@ -56,7 +56,7 @@ class WrittenGradients:
 
     def __init__(self, optimizer: Any, around: Around | None = None) -> None:
         self._around = around
-        self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._optimizer: torch.optim.Optimizer = plain_optimizer(optimizer)
         self._marks: dict[int, Mark] = {}
         self._taken, self._depth = False, 0
         self._handles: list[Any] = []
@@ -274,3 +274,8 @@ def _is_same(gradient: Tensor | None, mark: Mark | None) -> bool:
     if gradient is None or mark is None:
         return gradient is None and mark is None
     return gradient is mark[0] and _mark(gradient)[1:] == mark[1:]
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """The one that accelerate has wrapped, or itself."""
+    return getattr(optimizer, "optimizer", optimizer)

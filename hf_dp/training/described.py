@@ -17,6 +17,7 @@ import hf_dp.ranks as ranks
 from hf_dp import __version__
 from hf_dp.data.fingerprint import fingerprint
 from hf_dp.per_example.ieee import precisions
+from hf_dp.step.written import plain_optimizer
 from hf_dp.versions import installed
 
 # What may differ from rank to rank: who it is, and where it writes.
@@ -73,7 +74,7 @@ def described_optimizer(optimizer: Any) -> dict[str, Any]:
         {"params": len(group["params"]), **{name: _plain(v) for name, v in group.items() if name != "params"}}
         for group in optimizer.param_groups
     ]
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = plain_optimizer(optimizer)
     found: dict[str, Any] = {"the optimizer": [type(inner).__name__, groups]}
     if ranks.world_size() > 1:
         states = [inner.state.get(p, {}) for group in inner.param_groups for p in group["params"]]

@@ -17,6 +17,7 @@ import hf_dp.ranks as ranks
 from hf_dp.figures import percent, steps_in_words, upper
 from hf_dp.planning.start import usual_rate
 from hf_dp.step.plan import Plan
+from hf_dp.step.written import plain_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def opening(plan: Plan, model: nn.Module | None = None, optimizer: Any = None) -
 
 def _of_rates(steps: int, model: nn.Module | None, optimizer: Any) -> list[str]:
     # With a warm-up the rate of the first step is 0.
-    optimizer = getattr(optimizer, "optimizer", optimizer)
+    optimizer = plain_optimizer(optimizer)
     groups = getattr(optimizer, "param_groups", [])
     rates = [group.get("initial_lr", group.get("lr")) for group in groups]
     if rates and all(rate == 0 for rate in rates):  # None is of an optimizer that finds its own

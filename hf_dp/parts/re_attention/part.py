@@ -18,6 +18,7 @@ from hf_dp.parts.re_attention import FILE, FREQUENCIES, ReAttention, read, remov
 from hf_dp.parts.re_attention.corrections import Corrections
 from hf_dp.parts.re_attention.deviations import accumulate_, one_step, relative_counts, zeros
 from hf_dp.parts.token_frequencies import known_frequencies
+from hf_dp.step.written import plain_optimizer
 
 logger = logging.getLogger(__name__)
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -67,7 +68,7 @@ class AttentionNoise(Part):
             ConfigurationError: an optimizer whose noise is not known.
             UnsupportedModelError: a model whose attention cannot be corrected.
         """
-        plan, inner = run.plan, getattr(run.optimizer, "optimizer", run.optimizer)
+        plan, inner = run.plan, plain_optimizer(run.optimizer)
         self._model, self._expected_batch_size = run.model, plan.sampler.expected_batch_size
         self._deviation = plan.noise_standard_deviation / self._expected_batch_size
         if self._config.error == "accumulated" and not isinstance(inner, _KNOWN):
@@ -134,7 +135,7 @@ class AttentionNoise(Part):
     def _compare_with_a_step(self, optimizer: torch.optim.Optimizer) -> None:
         groups = optimizer.param_groups
         warming_up = any(group["lr"] < 0.9 * group.get("initial_lr", group["lr"]) for group in groups)
-        if warming_up or not isinstance(getattr(optimizer, "optimizer", optimizer), _KNOWN):
+        if warming_up or not isinstance(plain_optimizer(optimizer), _KNOWN):
             return
         self._compared = True
         tables = {id(table) for table in token_tables(self._model)}

@@ -17,6 +17,7 @@ import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.sharding import local
 from hf_dp.per_example.watched import tensors_in
+from hf_dp.step.written import plain_optimizer
 
 logger = logging.getLogger(__name__)
 # Those whose state came from private steps alone, or was none, when a private training began with them.
@@ -103,7 +104,7 @@ def refuse_optimizer(
     """
     if optimizer is None:
         return
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+    optimizer = plain_optimizer(optimizer)
     if _asks_for_a_closure(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} evaluates the gradient several times in one step.",

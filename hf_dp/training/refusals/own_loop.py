@@ -15,6 +15,7 @@ from hf_dp.config.ranges import is_count, shown
 from hf_dp.errors import ConfigurationError
 from hf_dp.launched import is_one_of_many
 from hf_dp.per_example.sharding import is_sharded
+from hf_dp.step.written import plain_optimizer
 from hf_dp.training.refusals.choices import BY_METRICS
 
 # Wrappers that compute gradients in a way of their own; by name, since some are of libraries that are not there.
@@ -137,7 +138,7 @@ def refuse_own_optimizer(optimizer: Any, model: nn.Module, scheduler: Any, priva
         ConfigurationError: with its name.
     """
     _refuse_shards(model)
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = plain_optimizer(optimizer)
     kind = type(inner).__name__
     if not hasattr(inner, "param_groups") or not hasattr(inner, "step"):
         raise ConfigurationError(

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import StateDictType
 
+from hf_dp.step.written import plain_optimizer
 from hf_dp.training.adapters import has_adapters, read_adapters
 from hf_dp.training.base import TrainerBehind
 from hf_dp.training.resuming.loaded import OPTIMIZER, SCHEDULE
@@ -125,7 +126,7 @@ def load_weights(trainer: Any, model: Any, checkpoint: Path) -> None:
 
 def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     """Reads the optimizer's state of any layout into that of any model, and the schedule, on all ranks together."""
-    model, optimizer = trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    model, optimizer = trainer.model, plain_optimizer(trainer.optimizer)
     layout = layout_of(checkpoint)
     if {layout, _layout_read_by(trainer)} == {"ordinary"}:
         trainer.optimizer.load_state_dict(torch.load(checkpoint / OPTIMIZER, map_location="cpu", weights_only=True))

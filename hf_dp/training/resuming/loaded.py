@@ -15,6 +15,7 @@ import hf_dp.ranks as ranks
 from hf_dp.errors import LedgerError
 from hf_dp.per_example.modules import plain_name
 from hf_dp.per_example.sharding import reshard
+from hf_dp.step.written import plain_optimizer
 from hf_dp.training.described import checksum
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def checksums(model: Any, optimizer: Any = None, like: Mapping[str, str] | None 
         like: take those that are named there, in the dtypes that they had.
     """
     reshard(model)
-    state = {} if optimizer is None else getattr(optimizer, "optimizer", optimizer).state
+    state = {} if optimizer is None else plain_optimizer(optimizer).state
     found = {}
     for name, p in model.named_parameters():
         name = plain_name(name)

@@ -20,6 +20,7 @@ import hf_dp.ranks as ranks
 from hf_dp.config import PrivacyConfig
 from hf_dp.errors import HfDpError, LedgerError
 from hf_dp.places import nowhere
+from hf_dp.step.written import plain_optimizer
 from hf_dp.training.base import TrainerBehind
 from hf_dp.training.logs import WITHHELD
 from hf_dp.training.resuming.checkpoints import NUMBERED, STATE_FILE, half, numbers, what_lacks
@@ -183,7 +184,7 @@ def settings_are_kept(optimizer: Any) -> Iterator[None]:
     yield
     lost = {name for had, group in zip(before, optimizer.param_groups, strict=True) for name in had - set(group)}
     if lost:
-        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        kind = type(plain_optimizer(optimizer)).__name__
         raise LedgerError(
             f"the checkpoint's optimizer has no {', '.join(sorted(lost))}: it is not {kind}.",
             why="the next step would be paid for, and could not be taken.",
