@@ -68,7 +68,7 @@ def test_what_users_make_of_labels_is_tried_without_reading_beyond_the_classes(l
 
 
 @pytest.mark.parametrize("labels", [[[1, 2], [CLASSES, 1], [3, 1]], [[1, 2], [-1, 1], [3, 1]]])
-def test_no_gradient_is_recorded_of_targets_that_are_no_classes(labels: Any) -> None:
+def test_failure_139_no_gradient_is_recorded_of_targets_that_are_no_classes(labels: Any) -> None:
     def all_of_them(model: nn.Module, inputs: Any) -> Tensor:
         return ctc(model, inputs, inputs["labels"], torch.full((len(inputs["labels"]),), 2))
 

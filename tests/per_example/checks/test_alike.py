@@ -37,7 +37,7 @@ def rows_of(*sizes: float) -> dict[str, Tensor]:
     return {"x": torch.randn(len(sizes), FEATURES, generator=generator) * torch.tensor(sizes)[:, None]}
 
 
-def test_what_the_rows_that_are_asked_of_write_themselves_hides_nothing() -> None:
+def test_failure_138_what_the_rows_that_are_asked_of_write_themselves_hides_nothing() -> None:
     few, large, probe = rows_of(1, 1), rows_of(1, 1e4), rows_of(1, 1, 1e4)
     with pytest.raises(UnsupportedModelError, match="was_large keeps something of the examples"):
         memory_of(Large()).refuse(few, large, probe)
