@@ -71,5 +71,5 @@ def computed(check: Callable[[], _Found]) -> _Found | None:
         return check()
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # noqa: BLE001 - a model, a loss or a hook may refuse such a row in any way
+    except (Exception, SystemExit):  # noqa: BLE001 - a model, a loss or a hook may refuse such a row in any way
         return None

@@ -253,6 +253,17 @@ def test_what_each_example_decides_by_itself_is_not_refused() -> None:
     held(model(), own, batch())
 
 
+@pytest.mark.parametrize("error", [FloatingPointError, AssertionError, SystemExit])
+def test_a_training_that_ends_itself_where_a_loss_is_no_number_is_not_ended_by_the_check(error: Any) -> None:
+    def losses(model: nn.Module, inputs: Any) -> Tensor:
+        found = plain(model, inputs)
+        if not found.isfinite().all():
+            raise error("no number")
+        return found
+
+    held(model(), losses, batch())
+
+
 def test_outputs_that_a_loss_does_not_take_are_not_asked_for() -> None:
     def of_shares(model: nn.Module, inputs: Any) -> Tensor:
         return F.binary_cross_entropy(model(inputs["x"])[:, 0], inputs["labels"].clamp(max=1).float(), reduction="none")
