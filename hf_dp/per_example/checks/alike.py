@@ -12,6 +12,7 @@ from hf_dp.per_example.batch import batch_size, take
 from hf_dp.per_example.checks.again import Again, looked_at
 from hf_dp.per_example.checks.beside import beside
 from hf_dp.per_example.checks.built import as_built, parametrised, put_in
+from hf_dp.per_example.checks.counts import Others, all_alike
 from hf_dp.per_example.checks.held import Held, Place
 from hf_dp.per_example.checks.moved import are_same, still, told_of_gradients
 from hf_dp.per_example.checks.state import is_saved, put_back
@@ -97,8 +98,11 @@ class Alike:
             stack.enter_context(Held(self._holders()).put_back())
             yield
 
-    def _is_alike(self, probe: Any, one: dict[Place, Any], other: dict[Place, Any]) -> bool:
-        """Whether the losses, and their gradients, are the same with these values and with those.
+    def _are_alike(self, probe: Any, place: Place, value: Any, others: list[Others]) -> bool:
+        return all_alike(others, lambda one: self._is_alike(probe, {place: value}, {place: one}))
+
+    def _is_alike(self, probe: Any, one: dict[Place, Any], other: dict[Place, Any]) -> bool | None:
+        """Whether losses and gradients are the same with these values and with those; None where those do not do.
 
         Of what a pass has written itself nobody knows whether it was read before: there each row is asked for alone.
         """
@@ -117,7 +121,7 @@ class Alike:
                     now = self._look()
                     left.append({place: now.get(place, NOTHING) for place in wanted})
                 except FAILED:
-                    return False  # it is read
+                    return None if wanted is other else False  # it is read
         if any(each.shape != several[0].shape for several in (found, gradients) for each in several):
             return False
         rounding = _ROUNDING * float(gradients[0].abs().max())

@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.per_example.checks.alike import Alike
-from hf_dp.per_example.checks.counts import many, refuse_counts
+from hf_dp.per_example.checks.counts import Others, many, refuse_counts
 from hf_dp.per_example.checks.held import Held, Place
 from hf_dp.per_example.checks.moved import still
 from hf_dp.per_example.checks.reads import Reads, reads_of
@@ -73,8 +73,8 @@ class Memory(Alike):
             with self._put_back(), unchanged_global_state():
                 if is_new := place[0] not in owners:  # an object that the pass has made
                     self._losses(other if first is NOTHING else one)
-                others = [second] if is_one else [far(value, second), *many(before.get(place, NOTHING), value)]
-                if not all(self._is_alike(probe, {place: value}, {place: one}) for one in others):
+                changed = Others([second if is_one else far(value, second)])
+                if not self._are_alike(probe, place, value, [changed, *many(before.get(place, NOTHING), value)]):
                     raise kept_refused(place)
             if not is_new and not is_one:
                 self._note_unread(probe, place, before.get(place, NOTHING), value)
@@ -83,9 +83,7 @@ class Memory(Alike):
                 self._losses(one)
                 self._losses(one)
                 again = self._look()
-            refuse_counts(
-                {place: (left[0][place], again.get(place)) for place in alike}, partial(self._is_alike, probe)
-            )
+            refuse_counts({at: (left[0][at], again.get(at)) for at in alike}, partial(self._are_alike, probe))
             self._harmless.update(place for place in alike if not same(again.get(place, NOTHING), left[0][place]))
         return {named_place(place) for place in self._harmless}
 
@@ -201,8 +199,8 @@ class Memory(Alike):
 
     def _note_unread(self, probe: Any, place: Place, was: Any, value: Any) -> None:
         """Of what is not read, but for how many items it has, or how far it has counted."""
-        others = [one for one in (emptied(value), *many(was, value)) if one is not NOTHING]
-        if all(self._is_alike(probe, {place: value}, {place: one}) for one in others):
+        empty = [] if (one := emptied(value)) is NOTHING else [Others([one])]
+        if self._are_alike(probe, place, value, [*many(was, value), *empty]):
             self._harmless.add(place)
             self._latest = None  # which looked into it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from decimal import Decimal
 from typing import Any
@@ -327,3 +328,69 @@ def test_counts_that_nothing_follows_from_are_not_refused() -> None:
         with memory.unmoved():
             model(batch(3, seed))
     assert model.passes == 2
+
+
+class Told(Plain):
+    """What is told of a training divides by counts and sums of it, takes roots of them, and powers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes, self.rows, self.total, self.mean, self.seen, self.told = 0, 0, 0.0, 0.0, torch.zeros(3), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        self.rows += len(x)
+        h = super().forward(x)
+        size = float(h.detach().abs().mean())
+        self.total += size
+        self.mean += (size - self.mean) / 10
+        self.seen = self.seen + x.new_tensor([1, 2, 3])
+        assert self.rows > 0
+        self.told = math.sqrt(self.rows) + math.log(self.passes) + self.mean / (1 - 0.9**self.passes)
+        self.told += math.exp(self.total / self.rows)
+        self.told += float(torch.distributions.Categorical(self.seen / self.seen.sum()).entropy())
+        return h
+
+
+def test_what_is_told_of_a_training_is_not_refused_for_counts_that_it_never_comes_to() -> None:
+    model = Told()
+    memory = memory_of(model)
+    memory.refuse(batch(2, 0), batch(2, 1), batch(2, 2))
+    memory.ask_of(batch(2, 2))
+    for seed in (3, 4):
+        with memory.unmoved():
+            model(batch(3, seed))
+    assert model.rows == 6
+
+
+class Scheduled(Late):
+    """Each pass has a number of its own, of as many as were thought of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        h = Plain.forward(self, x)
+        return [h, h, h, h, h, mixed(h)][max(0, self.count)]
+
+    def is_late(self) -> bool:
+        return False
+
+
+def test_a_count_that_nothing_can_be_computed_of_when_it_has_gone_on_is_refused() -> None:
+    refused_before_a_step(Scheduled())
+
+
+class ByPartsUpTo(Late):
+    """Of a sum of parts nothing can be computed where it is very large, and other things before."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 0.1
+        math.exp(self.count / 100)
+        h = Plain.forward(self, x)
+        return mixed(h) if self.count > 100 else h
+
+
+def test_a_sum_that_is_too_much_for_what_is_computed_of_it_is_asked_about_before() -> None:
+    refused_before_a_step(ByPartsUpTo())

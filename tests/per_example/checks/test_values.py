@@ -115,3 +115,13 @@ def test_what_all_examples_are_given_is_one_row_of_places_and_values() -> None:
     assert {len(row) for row in rows} == {1}
     assert not torch.equal(*rows)
     assert rows_of(torch.ones(3, 2, 2).to_sparse(), Axis(3, "batch")).shape == (3, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_8_bits_are_compared_where_they_lie_in_one_place_too(dtype: torch.dtype) -> None:
+    one = torch.ones(3).to(dtype)
+    assert equal(one, one)
+    assert equal(one.view(3), one)
+    assert equal(one.clone(), one)
+    assert not equal(torch.zeros(3).to(dtype), one)
+    assert not equal(torch.ones(3), torch.full((3,), 2.0).to(dtype))
