@@ -160,7 +160,7 @@ class Engine:
                 if self._padding.counts_columns == known:
                     self._check_padding(self._certificate, rows, len(rows))
                 else:  # The first that is padded on the left: from now on all batches have positions.
-                    self._certify(together, rows)
+                    self._certify(self._memory, together, rows)
         batches = item["micro_batches"]
         owners = item.get("owners", []) if self.loader.draws_units else [None] * len(batches)
         if len(owners) != len(batches):
@@ -258,9 +258,9 @@ class Engine:
             if of_whole.drawn - of_short.drawn:  # Longer rows are moved by numbers that short ones do not draw.
                 short = self._batch([*few, outermost(uneven, self._collator.widths)[-1]])
             try:
-                ends = self._certify(short, uneven, others, rare)
+                ends = self._certify(memory, short, uneven, others, rare)
             except UnseenUseError:
-                ends = self._certify(self._batch(few), uneven, others, rare)
+                ends = self._certify(memory, self._batch(few), uneven, others, rare)
             if self._check_losses is not None:
                 self._check_losses(self.model, short, (self._batch([row]) for row in few))
         memory.ask_of(short)
@@ -271,12 +271,12 @@ class Engine:
         self._collator.checked = None if is_sharded(self.model) else Checked(uneven, self._collator.widths, ends)
         return reads
 
-    def _certify(self, together: Batch, uneven: list[Any], others: Sequence[Any] = (), rare: Any = ()) -> list[Any]:
+    def _certify(self, memory: Any, together: Batch, uneven: list[Any], others: Any = (), rare: Any = ()) -> list[Any]:
         """Of `uneven`, the ends that add something. `others` may be held against these as well; `rare` rows are."""
         known: dict[str, Any] = {"rules": self._rules, "tables": self.by_rows}
         self._certificate = certificate = preflight(self.model, self._loss, together, **known, switches=self._switches)
         known["certificate"] = certificate
-        with unchanged_state(self.model):
+        with memory.restored(), unchanged_state(self.model):  # a mean that is kept would be NaN from now on
             check_strangers(self.model, self._loss, together, **known)
             check_outputs_apart(self.model, self._loss, together, **known, is_known=self._check_losses is not None)
             if self.passes == 2:

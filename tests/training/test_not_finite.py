@@ -98,3 +98,24 @@ def test_any_clipping_norm_bounds_the_step(tmp_path: Path, norm: float) -> None:
     gradients = gradients_of(make(tmp_path, privacy=config, learning_rate=0.0))
     for gradient, batch in zip(gradients, draws(7), strict=True):
         assert float(flat(gradient).double().norm()) <= norm * len(batch) / EXPECTED * (1 + 1e-6)
+
+
+class TellingItsMean(DPTrainer):
+    """It keeps the mean of its losses, and how many micro-batches had none."""
+
+    mean, without = 0.0, 0
+
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        losses = super().compute_per_example_loss(model, inputs)
+        self.without += not losses.isfinite().all()
+        self.mean += 0.1 * (float(losses.detach().mean()) - self.mean)
+        if self.without > 1 or not math.isfinite(self.mean):
+            raise FloatingPointError("it diverges")
+        return losses
+
+
+def test_what_the_check_shows_a_loss_that_is_no_number_does_not_stay_in_what_it_tells(tmp_path: Path) -> None:
+    trainer = make(tmp_path, classifier(), kind=TellingItsMean, max_steps=1)
+    trainer.train()
+    assert trainer.without == 0
+    assert 0 < trainer.mean < 9
