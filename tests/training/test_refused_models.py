@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import Tensor, nn
 from transformers import DistilBertForSequenceClassification, TrainerCallback
 
 from hf_dp import DPTrainer
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from hf_dp.per_example import preflight
+from tests.training.own_loops import begun
 from tests.training.refusing import refused
 from tests.training.workbench import arguments, classifier, make, pad, private, rows
 
@@ -178,3 +180,24 @@ def test_what_has_no_shape_yet_is_told_how_to_get_one(tmp_path: Path) -> None:
     assert "before" in caught.value.fix
     with pytest.raises(UnsupportedModelError, match="head.weight has no shape yet"):
         preflight(Unshaped(), lambda model, batch: model(batch["x"]).sum(1), {"x": torch.randn(3, 4)})
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_model_that_is_offloaded_in_part_is_refused_by_name(tmp_path: Path, is_trained: bool) -> None:
+    model: Any = classifier()
+    model.distilbert.transformer.requires_grad_(is_trained)
+    places = {"distilbert.transformer": "disk"} | dict.fromkeys(
+        ("distilbert.embeddings", "pre_classifier", "classifier", "dropout"), "cpu"
+    )
+    model = dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path / "away", force_hooks=True)
+    trainer = make(tmp_path, model, max_steps=1)
+    with pytest.raises(ConfigurationError, match=r"transformer\.layer\.0\.\S* is on torch's meta device \(\d+ of \d+"):
+        trainer.train()
+    assert trainer.ledger.steps == 0
+
+
+def test_so_is_one_in_a_loop_of_ones_own() -> None:
+    model: Any = classifier()
+    model.pre_classifier.weight = nn.Parameter(model.pre_classifier.weight.to("meta"), requires_grad=False)
+    with pytest.raises(ConfigurationError, match="pre_classifier.weight is on torch's meta device"):
+        begun(model)
