@@ -120,10 +120,18 @@ def _made_after_any(what: str, make: _Make, places: list[int], holders: _Holders
         refuse_others({}, _refusal)
     # One number after a row, and another after many: what is known of a row by its number stays as it is.
     pairs = {place: (first.get(place, (NOTHING, NOTHING))[1], now) for place, (_, now) in kept.items()}
-    moved = {place: now for place, (one, now) in pairs.items() if {type(one), type(now)} <= {int, float} and one != now}
-    for many in (_MANY, -_MANY) if moved else ():
-        refuse_others({place: many * (abs(now) + 1) for place, now in moved.items()}, _counts)
+    moved = {place: two for place, two in pairs.items() if {*map(type, two)} <= {int, float} and two[0] != two[1]}
+    # What rises beside a stream says where that stands: of one that has not begun yet it would be read to its end.
+    rises_beside_a_stream = {place for place, (one, now) in moved.items() if now > one and _hold_a_stream(holders)}
+    for many, unasked in ((_MANY, frozenset[Place]()), (-_MANY, rises_beside_a_stream)):
+        if given := {place: many * (abs(now) + 1) for place, (_, now) in moved.items() if place not in unasked}:
+            refuse_others(given, _counts)
     return found
+
+
+def _hold_a_stream(holders: _Holders) -> bool:
+    owners = [owner for owner in Held(holders).owners.values() if not isinstance(owner, dict)]
+    return any(_moves(value) for owner in owners for _, value in entries(owner))
 
 
 def _made(

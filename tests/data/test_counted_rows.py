@@ -118,3 +118,36 @@ def test_a_number_that_steps_set_may_decide() -> None:
             return pad([{**row, "input_ids": row["input_ids"][: 2 + self.step // 10]} for row in made])
 
     check_order(ROWS, LogicalBatchCollator(4, BySteps(1)))
+
+
+class Stream(Counting):
+    """Reads rows one after the other, and begins again for one that was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = iter(self.data)
+
+    def __getitem__(self, i: int) -> Any:
+        if i < self.read:
+            self.rows, self.read = iter(self.data), 0
+        for _ in range(i - self.read):
+            next(self.rows)
+        self.read = i + 1
+        return next(self.rows)
+
+
+def test_where_a_stream_stands_is_no_count() -> None:
+    data = Stream()
+    check_order(data, LogicalBatchCollator(4, pad))
+    assert [data[i] for i in (3, 5, len(ROWS) - 1, 0)] == [ROWS[i] for i in (3, 5, -1, 0)]
+
+
+class UsedUpBesideAStream(UsedUp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = iter(self.data)
+
+
+def test_a_count_beside_a_stream_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=WORDS):
+        check_order(UsedUpBesideAStream(), LogicalBatchCollator(4, pad))
