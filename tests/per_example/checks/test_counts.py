@@ -319,17 +319,6 @@ class Counting(Plain):
         return super().forward(torch.ones(self.longest, 1)[: len(x)] * x)
 
 
-def test_counts_that_nothing_follows_from_are_not_refused() -> None:
-    model = Counting()
-    memory = memory_of(model)
-    memory.refuse(batch(2, 0), batch(2, 1), batch(2, 2))
-    memory.ask_of(batch(2, 2))
-    for seed in (3, 4):
-        with memory.unmoved():
-            model(batch(3, seed))
-    assert model.passes == 2
-
-
 class Told(Plain):
     """What is told of a training divides by counts and sums of it, takes roots of them, and powers."""
 
@@ -352,15 +341,16 @@ class Told(Plain):
         return h
 
 
-def test_what_is_told_of_a_training_is_not_refused_for_counts_that_it_never_comes_to() -> None:
-    model = Told()
+@pytest.mark.parametrize("kind", [Counting, Told], ids=["that nothing follows from", "that are told of a training"])
+def test_counts_are_not_refused(kind: type[Counting | Told]) -> None:
+    model = kind()
     memory = memory_of(model)
     memory.refuse(batch(2, 0), batch(2, 1), batch(2, 2))
     memory.ask_of(batch(2, 2))
     for seed in (3, 4):
         with memory.unmoved():
             model(batch(3, seed))
-    assert model.rows == 6
+    assert model.passes == 2
 
 
 class Scheduled(Late):
