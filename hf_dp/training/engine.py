@@ -158,7 +158,7 @@ class Engine:
             with uncompiled(), unchanged_global_state():
                 known, together = self._padding.counts_columns, self._batch(rows)
                 if self._padding.counts_columns == known:
-                    self._check_padding(self._certificate, rows, len(rows))
+                    self._check_padding(self._memory, self._certificate, rows, len(rows))
                 else:  # The first that is padded on the left: from now on all batches have positions.
                     self._certify(self._memory, together, rows)
         batches = item["micro_batches"]
@@ -225,12 +225,6 @@ class Engine:
     def _check(self) -> Reads | None:
         dataset: Any = self.loader.dataset
         of_short, of_whole = (NotingDraws(self.model, self._loss) for _ in range(2))
-
-        def loss(given: Batch) -> Tensor:
-            # Whatever short rows switch must not stay so, nor be certified.
-            with unchanged_state(self.model):
-                return of_short(given)
-
         self.model.train()
         check_quantised(beside(self.model, self._loss))
         self._memory, self._moved = None, []
@@ -240,7 +234,7 @@ class Engine:
             warn_of_rows_of_others(dataset.dataset, None if self.loader.draws_units else self._collate.collated)
             few, others = telling_rows(dataset, self._collator.widths)
             memory.settle(self._batch([row]) for row in few)
-            with unchanged_state(self.model):
+            with memory.unchanged():
                 one, other, together = alike_batches(few, self._batch)
                 extremes = extreme_rows(dataset.dataset)
                 warn_of_several(together, are_even=not extremes.uneven)
@@ -252,9 +246,11 @@ class Engine:
                     check_collator(self._collate, few, [*extreme, *(rare := rare_rows(dataset))])
                 self._unread = memory.refuse(one, other, together)
                 uneven = [*uneven_rows(dataset, extremes, few), *self._met]
+                memory.rows = lambda: (self._batch([row]) for row in (*few, *tried, *uneven, *rare))
                 # Padding first: what it shows is how all batches are completed, those of one length as well.
                 self._batch(outermost(uneven, self._collator.widths))
-            short = self._batch(short_rows(few, self._batch, loss))
+            # Whatever short rows switch must not stay so, nor be certified.
+            short = self._batch(short_rows(few, self._batch, memory.unchanged()(of_short)))
             if of_whole.drawn - of_short.drawn:  # Longer rows are moved by numbers that short ones do not draw.
                 short = self._batch([*few, outermost(uneven, self._collator.widths)[-1]])
             try:
@@ -276,21 +272,22 @@ class Engine:
         known: dict[str, Any] = {"rules": self._rules, "tables": self.by_rows}
         self._certificate = certificate = preflight(self.model, self._loss, together, **known, switches=self._switches)
         known["certificate"] = certificate
-        with memory.restored(), unchanged_state(self.model):  # a mean that is kept would be NaN from now on
+        with memory.restored(), memory.unchanged():  # a mean that is kept would be NaN from now on
             check_strangers(self.model, self._loss, together, **known)
             check_outputs_apart(self.model, self._loss, together, **known, is_known=self._check_losses is not None)
             if self.passes == 2:
                 check_two_passes(self.model, self._loss, together, **known)
-        ends = hold(uneven, others, self._collator.widths, functools.partial(self._check_padding, certificate), rare)
+        compare = functools.partial(self._check_padding, memory, certificate)
+        ends = hold(uneven, others, self._collator.widths, compare, rare)
         if len(self._groups) > 1 and isinstance(found := self.to_sum(MicroBatch(together)), InGroups):
             # What is refused of a backward pass in which groups are handed on.
-            with unchanged_global_state(), unchanged_state(self.model):
+            with unchanged_global_state(), memory.unchanged():
                 found.by_groups([group.names for group in self._groups], lambda number, group: None)
         return ends
 
-    def _check_padding(self, certificate: Certificate | None, rows: list[Any], number: int) -> list[float]:
+    def _check_padding(self, memory: Any, certificate: Certificate | None, rows: list[Any], number: int) -> list[float]:
         """The norms of their gradients."""
-        with unchanged_state(self.model):
+        with memory.unchanged():
             return check_padding(
                 self.model, self._loss, rows, self._collate.collated, self._prepare_collated, certificate=certificate,
                 rules=self._rules, number=number, tables=self.by_rows, note=self._moved.append, unread=self._unread,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from hf_dp.per_example.checks.counts import Others, many, refuse_counts
 from hf_dp.per_example.checks.held import Held, Place
 from hf_dp.per_example.checks.moved import still
 from hf_dp.per_example.checks.reads import Reads, reads_of
-from hf_dp.per_example.checks.state import kept_refused, named_place, uncompiled
+from hf_dp.per_example.checks.state import Switch, kept_refused, named_place, unchanged_state, uncompiled
 from hf_dp.per_example.checks.values import FAILED, NOTHING, OF_MODULES, Which, emptied, far, here, same
 from hf_dp.per_example.modules import named_modules
 from hf_dp.per_example.sharding import is_sharded
@@ -26,7 +26,13 @@ _WRITTEN: Any = WeakTensorKeyDictionary()
 
 
 class Memory(Alike):
-    """Refuses what passes leave in attributes and unsaved buffers, and later losses follow from."""
+    """Refuses what passes leave in attributes and unsaved buffers, and later losses follow from.
+
+    Attributes:
+        rows: gives batches of one row each, of which it is asked whether a switch is read.
+    """
+
+    rows: Callable[[], Iterable[Any]] = tuple
 
     def refuse(self, one: Any, other: Any, probe: Any) -> set[str]:
         """Refuses what depends on the content of a batch, and what losses follow from.
@@ -113,6 +119,18 @@ class Memory(Alike):
             raise
         except Exception:  # noqa: BLE001 - of a model, a loss or a collator
             return
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """As `unchanged_state`, but for switches of modules, where no loss or gradient of `rows` follows from them."""
+        with unchanged_state(self._model, self._are_told):
+            yield
+
+    def _are_told(self, switched: Sequence[Switch]) -> bool:
+        was = {(one.path, one.name): one.was for one in switched}
+        now = {(one.path, one.name): one.now for one in switched}
+        rows = [] if is_sharded(self._model) else list(self.rows())
+        return bool(rows) and all(self._is_alike(row, now, was) for row in rows)
 
     def _turned_on(self, row: Any) -> list[Place]:
         """Which attributes of modules are False before a row passes, and True after it."""

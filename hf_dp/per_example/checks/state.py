@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hf_dp.errors import PreflightError, UnsupportedModelError
-from hf_dp.per_example.checks.values import HOOKS_NOTED, equal
+from hf_dp.per_example.checks.values import HOOKS_NOTED, NOTHING, equal
 from hf_dp.per_example.modules import named_modules
 
 _Attributes = list[tuple[str, Any, dict[str, Any]]]
@@ -23,13 +23,33 @@ _CONFIGURATIONS = ("config", "generation_config")
 _NO_STATE = ("training", HOOKS_NOTED)
 
 
+class Switch(NamedTuple):
+    """An attribute that is yes or no, or a word, and was another."""
+
+    path: str
+    name: str
+    was: Any
+    now: Any
+    is_saved: bool
+
+    def __str__(self) -> str:
+        was = "nothing" if self.was is NOTHING else repr(self.was)
+        return f"{self.path}.{self.name}".lstrip(".") + f" from {was} to {self.now!r}"
+
+
+Told = Callable[[Sequence[Switch]], bool]
+
+
 @contextmanager
-def unchanged_state(model: nn.Module) -> Iterator[None]:
+def unchanged_state(model: nn.Module, are_told: Told | None = None) -> Iterator[None]:
     """Refuses a model that remembers what passes through it: running averages, or a switch that stays where it is.
 
     Looked at are saved buffers, all that configurations hold, and attributes of modules that are words or yes and no.
     All of them are put back, as are buffers that are not saved and numbers, in which a cache may be kept: whether these
     matter is for `check_padding` and `Memory` to see. Parameters are for `unchanged_weights` to see.
+
+    Args:
+        are_told: whether no loss follows from what was switched in modules; None: from all of it some may.
 
     Raises:
         UnsupportedModelError: with the name of the buffer or the attribute.
@@ -39,7 +59,7 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
         yield
     except PreflightError as error:
         # What stays in the model may be why.
-        found = _left_behind(model, buffers, attributes)
+        found = _left_behind(model, buffers, attributes, are_told)
         if found is not None:
             raise found from error
         raise
@@ -48,7 +68,7 @@ def unchanged_state(model: nn.Module) -> Iterator[None]:
         with suppress(torch.AcceleratorError):
             _put_back(model, buffers, attributes)
         raise
-    found = _left_behind(model, buffers, attributes)
+    found = _left_behind(model, buffers, attributes, are_told)
     if found is not None:
         raise found
 
@@ -133,7 +153,7 @@ def put_back(model: nn.Module) -> Iterator[None]:
 
 
 def _left_behind(
-    model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: _Attributes
+    model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: _Attributes, are_told: Told | None
 ) -> UnsupportedModelError | None:
     changed, written, switched = _put_back(model, buffers, attributes)
     if changed:
@@ -144,11 +164,14 @@ def _left_behind(
             why="a configuration is saved with the model, and no noise is added to what it remembers of the data.",
             fix="keep what is computed from examples out of the configuration.",
         )
-    if switched:
+    saved = [switch for switch in switched if switch.is_saved]
+    if saved or (switched and not (are_told and are_told(switched))):
+        found = (saved or switched)[0]
+        way = "in the model's configuration" if found.is_saved else "where the model is made (its configuration, say)"
         return UnsupportedModelError(
-            f"examples that pass through the model change {switched[0]}, and it stays so.",
+            f"examples that pass through the model change {found}, and it stays so.",
             why="what one example switched would change the gradients of all that come later.",
-            fix="set it in the model's configuration to the value that it is changed to.",
+            fix=f"set it {way} to the value that it is changed to.",
         )
     return None
 
@@ -231,10 +254,11 @@ def is_saved(owner: nn.Module, last: str) -> bool:
 
 def _put_back(
     model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: _Attributes
-) -> tuple[list[str], list[str], list[str]]:
-    """Saved buffers that are not what they were before, what configurations hold that is not, and switches, from what
-    to what; now all are as before."""
-    now, changed, written, switched = dict(model.named_buffers(remove_duplicate=False)), [], [], []
+) -> tuple[list[str], list[str], list[Switch]]:
+    """Saved buffers that are not what they were before, what configurations hold that is not, and switches; now all
+    are as before."""
+    now, changed, written = dict(model.named_buffers(remove_duplicate=False)), list[str](), list[str]()
+    switched = list[Switch]()
     for name in now.keys() - buffers.keys():
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -249,22 +273,23 @@ def _put_back(
             owner._buffers[last] = buffer
             changed += [name] if is_saved(owner, last) else []
     for path, holder, before in attributes:
+        is_module = isinstance(holder, nn.Module)
         for name, value in before.items():
             found = vars(holder).get(name)
             if found is value or (not isinstance(value, Tensor) and type(found) is type(value) and found == value):
                 continue
             # Of a module None is what is not there yet.
-            is_switch = isinstance(value, (str, bool)) or (value is None and not isinstance(holder, nn.Module))
+            is_switch = isinstance(value, (str, bool)) or (value is None and not is_module)
             if is_switch and isinstance(found, (str, bool)):
-                switched.append(f"{path}.{name}".lstrip(".") + f" from {value!r} to {found!r}")
-            elif not isinstance(holder, nn.Module):
+                switched.append(Switch(path, name, value, found, not is_module))
+            elif not is_module:
                 written.append(f"{path}.{name}")
             setattr(holder, name, value)
         for name, found in _values(holder).items():
             if name not in before:
                 if isinstance(found, (str, bool)):
-                    switched.append(f"{path}.{name}".lstrip(".") + f" from nothing to {found!r}")
-                elif not isinstance(holder, nn.Module):
+                    switched.append(Switch(path, name, NOTHING, found, not is_module))
+                elif not is_module:
                     written.append(f"{path}.{name}")
                 delattr(holder, name)
     return changed, written, switched

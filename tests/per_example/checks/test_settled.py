@@ -88,6 +88,59 @@ class Scaled(Counting):
         return super().forward(x) * (1 + self.seen.abs().sum())
 
 
+class ByDefault(Plain):
+    """Has warned in an attribute that its class has first."""
+
+    has_warned = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.has_warned:
+            self.has_warned = True
+        return super().forward(x)
+
+
+class Unset(Plain):
+    """Has warned in an attribute that is not there first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "has_warned"):
+            self.has_warned = "yes"
+        return super().forward(x)
+
+
+class Far(Plain):
+    """Tells of numbers that are far, which few rows hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_far, self.kind = False, "near"
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(self.scaled(x))
+        if x.detach().abs().max() > 2:
+            self.has_far = True
+        self.kind = "far" if x.detach().abs().max() > 2 else "near"
+        return found
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x
+
+
+class FarThenOther(Far):
+    """Computes with what was told."""
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 2 if self.has_far else x
+
+
+class NearThenOther(Far):
+    """Computes near rows with what was told of rows before, and turns it first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        was, self.has_far = self.has_far, bool(x.detach().abs().max() > 1.5)
+        return Plain.forward(self, x * 2 if was and not self.has_far else x)
+
+
 class Own(DPTrainer):
     """With a loss for each example."""
 
@@ -110,6 +163,17 @@ def test_a_model_that_warns_once_is_trained_and_has_warned_from_the_beginning(tm
     with pytest.warns(UserWarning, match="a setting is deprecated"):
         trained(model, tmp_path)
     assert model.has_warned
+
+
+@pytest.mark.parametrize("kind", [ByDefault, Unset, Far])
+def test_what_rows_switch_and_no_loss_follows_from_may_stay_so(kind: type[nn.Module], tmp_path: Path) -> None:
+    trained(kind(), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [FarThenOther, NearThenOther])
+def test_what_few_rows_switch_and_losses_follow_from_is_refused(kind: type[nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(HfDpError, match="has_far"):
+        trained(kind(), tmp_path)
 
 
 @pytest.mark.parametrize("model", [Otherwise(), Begun()])
