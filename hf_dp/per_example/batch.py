@@ -49,6 +49,18 @@ def take(batch: Batch, index: Sequence[int]) -> dict[str, Any]:
     return {k: taken(v) for k, v in batch.items()}
 
 
+def laid_out(batch: Batch) -> Batch:
+    """With all tensors as `take` gives them: what is a view of a larger one, say, would be read otherwise than that."""
+    apart = {k: v.contiguous() for k, v in batch.items() if isinstance(v, Tensor) and not _is_laid_out(v)}
+    return {**batch, **apart} if apart else batch
+
+
+def _is_laid_out(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.requires_grad or tensor.is_contiguous():
+        return True
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
 def check_losses(losses: Tensor, size: int) -> None:
     """Refuses anything but one differentiable loss for each of `size` examples."""
     if not isinstance(losses, Tensor) or losses.shape != (size,) or not losses.is_floating_point():

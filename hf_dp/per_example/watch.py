@@ -22,7 +22,7 @@ from torch._ops import OpOverloadPacket
 from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.batch import Batch, LossFunction, check_losses
+from hf_dp.per_example.batch import Batch, LossFunction, check_losses, laid_out
 from hf_dp.per_example.casts import Casts
 from hf_dp.per_example.checks.state import refuse_compiled, refuse_hooked
 from hf_dp.per_example.constants import Constant, by_autograd, by_rule, refuse_constant
@@ -59,7 +59,6 @@ class Watch:
     tables: frozenset[str] = frozenset()
     constants: list[Constant] = field(default_factory=list)
     filled: Filled = field(default_factory=Filled)
-    # Those of the model that was attached last.
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     factors: dict[str, list[Factors]] = field(default_factory=dict)
     sum_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -111,6 +110,7 @@ class Watch:
 
     def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward pass of an attached model: the losses (B,), with their graph."""
+        batch = laid_out(batch)
         with torch.enable_grad(), self.reader.reading(v for v in batch.values() if isinstance(v, Tensor)):
             losses = loss_fn(model, batch)
             self.read |= self.reader.inferred

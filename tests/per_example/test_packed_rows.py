@@ -84,6 +84,55 @@ def test_failure_38_packed_rows_of_pairs_are_not_cut_evenly() -> None:
         preflight(Packed(), packed_pairs_loss, packed_pairs(*[6] * 6))
 
 
+def several_for_each(size: int, answers: int = 4, length: int = 5) -> dict[str, Tensor]:
+    """Questions, each with several answers, which are views of one tensor."""
+    ids = torch.randint(0, 40, (size, 1 + answers, length), generator=torch.Generator().manual_seed(size))
+    return {"question": ids[:, 0], "answers": ids[:, 1:]}
+
+
+def against_answers(model: Any, data: Any) -> Tensor:
+    asked = model(data["question"])
+    answers = model(data["answers"].flatten(0, 1)).unflatten(0, (len(asked), -1))
+    scores = (answers @ asked.unsqueeze(-1)).squeeze(-1)
+    return F.cross_entropy(scores, scores.new_zeros(len(scores), dtype=torch.long), reduction="none")
+
+
+def three_at_once(model: Any, data: Any) -> Tensor:
+    given = [data["question"], data["answers"][:, 0], data["answers"][:, 1]]
+    return F.triplet_margin_loss(*model(torch.cat(given)).chunk(3), reduction="none")
+
+
+@pytest.mark.parametrize("losses", [against_answers, three_at_once])
+def test_texts_of_an_example_that_are_pooled_all_at_once(losses: Any) -> None:
+    model = Small(
+        lambda m, ids: F.normalize(m.out(m.table(ids).mean(1))), table=nn.Embedding(40, 4), out=nn.Linear(4, 4)
+    )
+    certificate = preflight(model, losses, several_for_each(3))
+    for size in (1, 2, 4, 5, 6):
+        data = several_for_each(size)
+        found = record(model, losses, data, certificate=certificate)
+        assert relative_error(found, loop(model, losses, data)) <= 1e-12
+
+
+def test_rows_that_are_joined_in_no_order_are_not_cut() -> None:
+    """Below the texts the same again, turned round: as many of each example, and none in its place."""
+
+    def turned(model: Any, data: Any) -> Tensor:
+        x = data["x"]
+        first, second = model(torch.cat([x, x.flip(0).flip(0)])).chunk(2)
+        return (first * second).sum((1, 2))
+
+    with pytest.raises(UnsupportedModelError, match="not one of each, in order"):
+        preflight(Packed().linear, turned, {"x": torch.randn(3, 5, 4, dtype=torch.float64)})
+
+
+def test_packed_rows_are_not_told_by_several_numbers_of_each() -> None:
+    """Where nothing that is used has as many rows as these."""
+    data = {**packed(6, 6, 6), "pair": torch.zeros(3, 6, 2, dtype=torch.long)}
+    with pytest.raises(UnsupportedModelError, match="packed"):
+        preflight(Packed(), hidden, data)
+
+
 def test_a_row_times_one_example_is_not_copied_for_its_features() -> None:
     """Of one example a product with its transpose has as many rows as features, and none of them is an example."""
     model = Small(lambda m, x: m.row @ x.cos().T, row=parameter(1, 4))

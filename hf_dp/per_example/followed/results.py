@@ -42,7 +42,7 @@ class Results:
         """
         name, given = op.name, tensors_in(op.args, op.kwargs)
         if is_join(op):
-            owners = joined(op, known, self._is_data)
+            owners = joined(op, self._entered(op, known), self._is_data)
             # Of rows that were joined the numbers may differ later; of examples each has one.
             is_one = not any(one is not None and one.dim() for one in known.values())
             is_one &= owners is not None and owners.shape == (self._batch_size,)
@@ -54,6 +54,13 @@ class Results:
             if found is not None or picks.is_write(name) or name in MAKING:
                 return found
         return of_all(every)
+
+    def _entered(self, op: Operation, known: Known) -> Known:
+        """With those of rows that lie in order, where they are laid below others."""
+        pieces, place = op.picked_of, op.join
+        if self._enter is None or place != (0, False) or not any(map(self._is_data, pieces)):
+            return known
+        return known | {id(one): self._enter(one) for one in pieces if known.get(id(one)) is None}
 
     def _of_rows(
         self, op: Operation, known: Known, is_blank: bool, entered: Tensor | None

@@ -48,32 +48,53 @@ def _embedding_backward(saved: Saved, operands: Operands, gradient: Tensor, axis
 
 
 def _bind_getitem(input: Tensor, index: Any) -> Bound:
-    if (
-        not isinstance(index, Tensor)
-        or index.is_floating_point()
-        or index.dtype in (torch.bool, torch.uint8)
-        or not index.dim()
-    ):
+    if _are_numbers(index) and index.dim():
+        return Bound(index, {"weight": input}, {"axes": 1})
+    several, shape = _numbers_of(index), input.shape
+    if not several or not any(isinstance(one, Tensor) and one.dim() for one in several):
         raise unsupported(
-            "getitem", f"an index of type {type(index).__name__}", "only a tensor of row numbers is known"
+            "getitem", f"an index of type {type(index).__name__}", "only tensors of row numbers are known"
         )
-    return Bound(index, {"weight": input}, {})
+    # Of the first axes as one. What is looked up there raises what torch raises, and counts from the end as torch does.
+    rows: Any = 0
+    for one, size in zip(several, shape, strict=False):
+        device = next(each.device for each in several if isinstance(each, Tensor))
+        rows = rows * size + torch.arange(size, device=device)[one]
+    return Bound(rows, {"weight": input}, {"axes": len(several)})
+
+
+def _numbers_of(index: Any) -> list[Any]:
+    """What looks up rows by numbers of the first axes; nothing, if something else is in it."""
+    parts = list(index) if isinstance(index, tuple) else []
+    while parts and (parts[-1] is Ellipsis or (isinstance(parts[-1], slice) and parts[-1] == slice(None))):
+        parts.pop()
+    are_known = all(_are_numbers(one) or (isinstance(one, int) and not isinstance(one, bool)) for one in parts)
+    return parts if are_known else []
+
+
+def _are_numbers(index: Any) -> bool:
+    no_numbers = (torch.bool, torch.uint8)
+    return isinstance(index, Tensor) and not index.is_floating_point() and index.dtype not in no_numbers
 
 
 def _getitem(index: Tensor, operands: Operands) -> tuple[Tensor, Saved]:
-    return operands.needed("weight")[index], (index,)
+    weight, axes = operands.needed("weight"), operands.options["axes"]
+    return (weight if axes == 1 else weight.flatten(0, axes - 1))[index], (index,)
 
 
 def _getitem_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
     (index,), weight = saved, operands.needed("weight")
-    ids = index.long().remainder(weight.shape[0]).reshape(axis.batch_size, -1)
-    rows = gradient.reshape(axis.batch_size, ids.shape[1], -1)
-    return None, {"weight": Outer(OneHot(ids, weight.shape[0]), Dense(rows))}
+    rows = weight.shape[: operands.options["axes"]].numel()
+    ids = index.long().remainder(rows).reshape(axis.batch_size, -1)
+    given = gradient.reshape(axis.batch_size, ids.shape[1], -1)
+    return None, {"weight": Outer(OneHot(ids, rows), Dense(given))}
 
 
 LOOKUPS: Mapping[Any, Rule] = MappingProxyType(
     {
         F.embedding: Rule("embedding", _bind_embedding, _embedding, _embedding_backward, features=0, is_orderless=True),
-        torch.Tensor.__getitem__: Rule("getitem", _bind_getitem, _getitem, _getitem_backward, features=0),
+        torch.Tensor.__getitem__: Rule(
+            "getitem", _bind_getitem, _getitem, _getitem_backward, features=0, is_orderless=True
+        ),
     }
 )
