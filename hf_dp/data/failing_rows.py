@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -117,6 +118,16 @@ def _say_what_pads(error: Exception) -> str | None:
     )
 
 
+def _too_few_classes(error: Exception) -> str | None:
+    """What to do where a label is beyond the outputs; None where `error` says something else."""
+    found = re.search(r"Target (\d+) is out of bounds", str(error))
+    return found and (
+        f"make the model with as many classes as the labels have (num_labels={int(found[1]) + 1} or more), or, if it "
+        "has them, correct the row or leave it out: labels are whole numbers from 0 to num_labels - 1, or -100 where "
+        "there is none."
+    )
+
+
 def _no_inputs(row: Any) -> str | None:
     """What to do where a row has nothing for the model to read; None where it has."""
     if not isinstance(row, Mapping) or not set(row) <= _LABELS:
@@ -171,6 +182,7 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                 why=why,
                 fix=keep_columns(error)
                 or _of_an_adapter(error)
+                or _too_few_classes(error)
                 or _no_inputs(row)
                 or "correct the row or leave it out: token ids are below the size of the vocabulary, labels of "
                 "classes whole numbers below num_labels (not True, not 1.0), texts no longer than the model has "

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from hf_dp.errors import ConfigurationError
+
 _CHECKPOINTED = "_checkpoint_wrapped_module."
 
 
@@ -78,3 +80,15 @@ def _first_named(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[st
         if id(p) not in found:
             found.add(id(p))
             yield name, p
+
+
+def refuse_no_numbers(named: Mapping[str, nn.Parameter]) -> None:
+    """Refuses parameters on torch's meta device (`ConfigurationError`)."""
+    if found := sorted(name for name, p in named.items() if p.is_meta):
+        raise ConfigurationError(
+            f"{found[0]} is on torch's meta device ({len(found)} of {len(named)} parameters are): it holds no numbers.",
+            why="it was offloaded (to memory or disk, by a device_map), and is exchanged in each pass, or was never "
+            "loaded: neither its gradients nor whether it stays as it is can be seen.",
+            fix="load all of the model onto one device, in fewer bits if it is too large (docs/choosing.md), or shard "
+            "it with FSDP2 (docs/scaling.md).",
+        )

@@ -35,13 +35,15 @@ _FAR_OUT = 15.0
 _FAR = 1.5
 # Root mean square of weights. Those of neural networks are below 10.
 _LOST = 1e6
+# After so many steps a share of the numbers is another, or nothing is learnt. In 16 bits many are what they were.
+_AFTER, _MOVED, _LOOKED_AT = 4, 0.01, 1024
 
 
 class Magnitudes:
     """Looks at what a run will do to a model before it begins, and at the weights after each step.
 
-    Warns once of noise that drowns any gradient, of batches that are far from what their sums are divided by, and of a
-    delta that leaves little of the promise.
+    Warns once of noise that drowns any gradient, of batches that are far from what their sums are divided by, of a
+    delta that leaves little of the promise, and of steps that leave the weights as they were.
 
     Attributes:
         known: for the logs, from public numbers alone: the norm of the noise in what the optimizer takes (its root mean
@@ -61,6 +63,10 @@ class Magnitudes:
         trained = [p for p in parameters_of(model) if p.requires_grad]
         self._count = sum(p.numel() for p in trained)
         self._limit = _LOST * max(1.0, self._root_mean_square(model))
+        self._steps, self._planned = 0, plan.steps
+        self._before = (
+            [] if by_rows or not plan.noise_standard_deviation else [(p, _few_of(p).clone()) for p in trained]
+        )
         deviation, clipping = plan.noise_standard_deviation, plan.clipping.sensitivity
         expected = plan.sampler.expected_batch_size
         self._warn_of_other_batches(plan)
@@ -119,9 +125,38 @@ class Magnitudes:
                 fix="begin again with a smaller learning rate. The steps that were made stay in the ledger.",
             )
 
+    def warn_of_still_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks, a few steps after the first, whether they have moved anything: all of them have noise.
+
+        In a warm-up they need not yet. What no gradient moves, whatever it is, was not released from the data.
+        """
+        rates = [(float(group["lr"]), float(group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups]
+        self._steps += 1
+        is_late = self._steps >= self._planned or (self._steps >= _AFTER and all(2 * now >= top for now, top in rates))
+        if not self._before or not is_late:
+            return
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        pairs = [(before, _few_of(p)) for p, before in self._before if id(p) in moved]
+        alike = [(now == before).sum() for before, now in pairs if now.shape == before.shape]
+        count, self._before = sum(len(before) for before, _ in pairs), []
+        if count and len(alike) == len(pairs) and count - float(sum(alike)) < _MOVED * count:
+            ranks.warn(
+                logger,
+                "After %d steps with noise hardly any trained weight is another than before (learning_rate=%.3g): "
+                "what a step would add is less than their numbers hold, so budget is spent on nothing. Choose a larger "
+                "learning rate, or keep weights in float32.",
+                *(self._steps, max(now for now, _ in rates)),
+            )
+
     def _root_mean_square(self, model: nn.Module) -> float:
         held = [(p, local(p.detach())) for p in parameters_of(model) if p.requires_grad]
         return float(total_norm(held)) / math.sqrt(max(1, self._count))
+
+
+def _few_of(p: nn.Parameter) -> torch.Tensor:
+    """Some of what this rank holds of it, from all over it."""
+    numbers = local(p.detach()).flatten()
+    return numbers[:: max(1, len(numbers) // _LOOKED_AT)]
 
 
 def _warn_of_float16(trained: Sequence[nn.Parameter]) -> None:

@@ -266,6 +266,7 @@ class Run:
         self._leaving.after_step()
         self._written.refuse_untaken()
         self._magnitudes.refuse_lost_weights(self.model, optimizer.param_groups[0]["lr"])
+        self._magnitudes.warn_of_still_weights(optimizer)
         for part in self.parts.values():
             part.after_optimizer_step(optimizer)
         self._clock.stepped()

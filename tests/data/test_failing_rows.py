@@ -9,8 +9,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import DataCollatorWithPadding, DistilBertForSequenceClassification, default_data_collator
 
 import hf_dp.data.extremes as extremes
@@ -107,6 +108,15 @@ def test_what_peft_cannot_adapt_is_no_fault_of_a_row() -> None:
     assert caught.value.fix.startswith("leave what is a Router out of target_modules")
     with pytest.raises(ConfigurationError, match="leave what is a Router out"), failures_refused():
         adapted(torch.ones(1, 3))
+
+
+def test_labels_beyond_the_outputs_are_told_how_many_there_must_be() -> None:
+    def run(row: Any) -> Tensor:
+        return F.cross_entropy(torch.zeros(1, 2), torch.tensor([row["labels"]]))
+
+    with pytest.raises(ConfigurationError, match="Target 2 is out of bounds") as caught:
+        refuse_rows_that_fail([{"labels": 0}, {"labels": 2}], [0, 1], [], run)
+    assert "num_labels=3 or more" in caught.value.fix
 
 
 def test_targets_that_are_no_classes_are_told_before_torch_reads_what_lies_there() -> None:

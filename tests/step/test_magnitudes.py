@@ -63,6 +63,27 @@ def test_weights_that_are_lost_stop_the_training(tmp_path: Path, optim: str, rat
     assert trainer.ledger.steps == 1
 
 
+@pytest.mark.parametrize(
+    ("optim", "rate", "schedule", "times"),
+    [
+        ("sgd", 1e-12, "constant", 1),
+        ("adamw_torch", 1e-12, "linear", 1),
+        ("adamw_torch", 0.0, "constant", 1),
+        ("adamw_torch", 1e-5, "constant_with_warmup", 0),
+        ("sgd", 1e-3, "linear", 0),
+    ],
+)
+def test_steps_that_move_nothing_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, optim: str, rate: float, schedule: str, times: int
+) -> None:
+    options = {"warmup_steps": 1000} if schedule == "constant_with_warmup" else {}
+    make(
+        tmp_path, privacy=private(noise_multiplier=1.0), optim=optim, learning_rate=rate, lr_scheduler_type=schedule,
+        **options,
+    ).train()  # fmt: skip
+    assert sum("hardly any trained weight is another" in message for message in caplog.messages) == times
+
+
 def test_weights_that_a_callback_makes_infinite_stop_the_training(tmp_path: Path) -> None:
     class Spoils(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -196,6 +196,13 @@ def test_a_model_that_is_offloaded_in_part_is_refused_by_name(tmp_path: Path, is
     assert trainer.ledger.steps == 0
 
 
+def test_so_is_one_that_was_never_loaded_and_is_moved_first(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = classifier()
+    with pytest.raises(ConfigurationError, match=r"is on torch's meta device \((\d+) of \1 parameters are\)"):
+        make(tmp_path, model)
+
+
 def test_so_is_one_in_a_loop_of_ones_own() -> None:
     model: Any = classifier()
     model.pre_classifier.weight = nn.Parameter(model.pre_classifier.weight.to("meta"), requires_grad=False)

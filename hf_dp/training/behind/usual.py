@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from hf_dp.config.ranges import shown
 from hf_dp.errors import ConfigurationError, HfDpError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
+from hf_dp.per_example.modules import named_parameters, refuse_no_numbers
 
 Collate = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -63,6 +64,10 @@ class Usual:
                     why="the size of the batches and the number of steps, which are accounted for, stand there.",
                     fix="pass args=TrainingArguments(output_dir, ...).",
                 ) from error
+            raise
+        except NotImplementedError:
+            if isinstance(model, nn.Module):
+                refuse_no_numbers(named_parameters(model))
             raise
 
     def refuse(self, own_loss: bool) -> None:

@@ -3,13 +3,11 @@ nothing is known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
 from hf_dp.errors import ConfigurationError
-from hf_dp.per_example.modules import named_parameters
+from hf_dp.per_example.modules import named_parameters, refuse_no_numbers
 
 _TRAINED = "more trained parameters"
 
@@ -22,7 +20,7 @@ def surroundings(model: nn.Module) -> dict[str, object]:
     """
     _refuse_no_gradients()
     named = named_parameters(model)
-    _refuse_no_numbers(named)
+    refuse_no_numbers(named)
     kinds = sorted({p.device.type for p in named.values()})
     return {
         "another torch.autocast": [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)],
@@ -67,15 +65,4 @@ def _refuse_no_gradients() -> None:
             f"a private training under {mode}.",
             why="torch computes no gradients there.",
             fix="leave it for evaluations, and begin and step outside of it.",
-        )
-
-
-def _refuse_no_numbers(named: Mapping[str, nn.Parameter]) -> None:
-    if found := sorted(name for name, p in named.items() if p.is_meta):
-        raise ConfigurationError(
-            f"{found[0]} is on torch's meta device ({len(found)} of {len(named)} parameters are): it holds no numbers.",
-            why="it was offloaded (to memory or disk, by a device_map), and is exchanged in each pass, or was never "
-            "loaded: neither its gradients nor whether it stays as it is can be seen.",
-            fix="load all of the model onto one device, in fewer bits if it is too large (docs/choosing.md), or shard "
-            "it with FSDP2 (docs/scaling.md).",
         )
