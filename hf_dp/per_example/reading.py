@@ -177,6 +177,9 @@ class Reader(FollowedRows):
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
         if is_plainly_folded(given, self.batch_size):
             self.counts.add_plain(each, given.shape[1:-1])
+        elif self._picked is not None and self._picked.reshaped.has(given):
+            self.counts.add_plain(each, given.shape[1:-1])
+            self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
         elif given.numel() and self.batch_size > 1:
             what = f"operation {operation} on an input of shape {tuple(given.shape)}"
             by = None if self._picked is None else self._picked.picked_by(given)

@@ -30,6 +30,7 @@ from hf_dp.per_example.followed.picking import (
     VIEWING,
     Operation,
 )
+from hf_dp.per_example.followed.reshaped import Reshaped
 from hf_dp.per_example.followed.views import ThroughViews
 from hf_dp.per_example.watched import WatchedParameter, flatten, tensors_in
 
@@ -62,7 +63,7 @@ class Picked(TorchFunctionMode):
         self._batch_size, self._images = batch_size, images
         self.through, self.alone = ThroughViews(batch_size), Alone(batch_size)
         self.axes, self.copies = Axes(batch_size), RowCopies(set() if inferred is None else inferred)
-        self._owners = CutRows(batch_size, self.axes)
+        self._owners, self.reshaped = CutRows(batch_size, self.axes), Reshaped(batch_size)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -90,6 +91,7 @@ class Picked(TorchFunctionMode):
                 self._counted.update(() if output.is_inference() else ((output, output._version),))
             if data := [one for one in given if self.is_data(one)]:
                 op = Operation.of(func, args, kwargs, pieces)
+                self.reshaped.follow(op, op.source is not None and self._is_in_order(op.source))
                 self._follow(op, given, data, known, by)
                 self._follow_alone(op, data, is_new)
         return iter(pieces) if func is Tensor.__iter__ else output
@@ -106,6 +108,12 @@ class Picked(TorchFunctionMode):
     def _is_one(self, tensor: Tensor) -> bool | None:
         written = self.through.is_one_of_each(tensor)
         return written if written is False else self._one_of_each.get(tensor, written)
+
+    def _is_in_order(self, source: Tensor) -> bool:
+        """Whether B rows are one of each example, in order, as far as anything was picked."""
+        is_one = self._is_one(source)
+        is_known = is_one or (is_one is None and self._picked_by(source) is None)
+        return is_known and self.is_data(source) and not self.axes.of(source) and not self.alone.is_of_one(source)
 
     def _may_lead(self, tensor: Tensor) -> bool:
         return self._is_one(tensor) is not False
