@@ -19,7 +19,7 @@ from hf_dp.training.behind import table
 from hf_dp.training.behind import trl as behind
 from hf_dp.training.behind.sft import Sft
 from hf_dp.training.trainer import DPTrainerMixin
-from tests.training.chats import ROOT, ROWS, TEMPLATE, WORDS, conversations, doubled, make, tokenizer
+from tests.training.chats import ROOT, ROWS, TEMPLATE, WORDS, completions, conversations, doubled, make, tokenizer
 
 pytestmark = pytest.mark.usefixtures("checked_once")
 
@@ -64,6 +64,14 @@ def test_what_cannot_be_clipped_example_by_example(tmp_path: Path, options: dict
     assert words in caught.value.found
     assert caught.value.why
     assert caught.value.fix
+
+
+def test_rows_that_are_all_cut_before_their_answers(tmp_path: Path) -> None:
+    made = {"train_dataset": completions(), "assistant_only_loss": False}
+    with pytest.raises(ConfigurationError, match="no row is left, once TRL has cut each to max_length=1") as caught:
+        make(tmp_path, max_length=1, **made)
+    assert "keep_end" in caught.value.fix
+    make(tmp_path, max_length=1, truncation_mode="keep_end", **made)
 
 
 def test_a_users_last_word_in_the_loss(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ TRL prepares the data (chat templates, masks, truncation) and evaluates. A priva
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -26,8 +26,12 @@ class Sft(Trl):
 
     name = "SFTTrainer"
 
+    _had_rows = False
+
     @contextmanager
     def making(self, *args: Any, **options: Any) -> Iterator[None]:
+        given = options.get("train_dataset")
+        self._had_rows = isinstance(given, Sized) and len(given) > 0
         with super().making(*args, **options):
             try:
                 yield
@@ -46,9 +50,22 @@ class Sft(Trl):
 
     def refuse(self, own_loss: bool) -> None:
         super().refuse(own_loss)
+        self._refuse_none_left()
         with self.known_parts():
             if self.trainer.args.assistant_only_loss:
                 _check_answers(self.trainer)
+
+    def _refuse_none_left(self) -> None:
+        """TRL leaves out the rows of which truncation leaves nothing to be learnt."""
+        data, most = self.trainer.train_dataset, self.trainer.args.max_length
+        if not self._had_rows or most is None or not isinstance(data, Sized) or len(data):
+            return
+        raise ConfigurationError(
+            f"a training dataset of which no row is left, once TRL has cut each to max_length={most}.",
+            why="it leaves out rows of which no word that is learnt is left, as where a prompt alone is longer; so "
+            "there is nothing to draw from.",
+            fix="give a larger max_length; SFTConfig(truncation_mode='keep_end') keeps the ends of rows, with answers.",
+        )
 
     def conflicts(self, own_loss: bool) -> Conflicts:
         trainer, args = self.trainer, self.trainer.args
