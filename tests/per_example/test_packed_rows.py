@@ -68,6 +68,23 @@ def test_packed_rows_are_not_told_by_another_axis_of_the_batch() -> None:
         preflight(Packed(), hidden, data)
 
 
+class WithToken(nn.Module):
+    """As transformers of pictures have one before all patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.inner = nn.Parameter(torch.ones(1, 1, 4, dtype=torch.float64)), Packed()
+
+    def forward(self, data: Any) -> Tensor:
+        return hidden(self.inner, data) * self.token.sum()
+
+
+def test_who_has_no_matrices_of_experts_is_not_told_how_to_run_them() -> None:
+    with pytest.raises(UnsupportedModelError, match="packed") as caught:
+        preflight(WithToken(), lambda model, data: model(data), packed(6, 6, 6))
+    assert "set_experts_implementation" not in caught.value.fix
+
+
 def packed_pairs_loss(model: Any, data: Any) -> Tensor:
     rows = {"x": data["ids"].flatten(0, 1)[..., None].double(), "mask": data["mask"].flatten(0, 1)}
     return hidden(model, rows).unflatten(0, (-1, 2)).sum(1)

@@ -150,10 +150,11 @@ def wrapped(modules: Iterable[nn.Module], run: Callable[..., Any]) -> Iterator[N
 
 
 def may_route(module: nn.Module) -> bool:
-    """Whether a module may hold matrices of experts: some parameter has three axes, and torch does not say what for."""
+    """Whether a module may hold matrices of several experts: some parameter has three axes, and torch does not say what
+    for."""
     weights = module._modules.get("parametrizations")
     own = [*module._parameters.values(), *([] if weights is None else weights.parameters())]
-    return any(p is not None and p.dim() == 3 for p in own) and not is_of_torch(module)
+    return any(p is not None and p.dim() == 3 and len(p) > 1 for p in own) and not is_of_torch(module)
 
 
 def is_of_torch(module: nn.Module) -> bool:

@@ -91,7 +91,9 @@ class Picked(TorchFunctionMode):
                 self._counted.update(() if output.is_inference() else ((output, output._version),))
             if data := [one for one in given if self.is_data(one)]:
                 op = Operation.of(func, args, kwargs, pieces)
-                self.reshaped.follow(op, op.source is not None and self._is_in_order(op.source))
+                moved = self.reshaped.follow(op, op.source is not None and self._is_in_order(op.source))
+                for one in (made for made in tensors_in(output) if id(made) in moved):
+                    self.axes.note(one, moved[id(one)])
                 self._follow(op, given, data, known, by)
                 self._follow_alone(op, data, is_new)
         return iter(pieces) if func is Tensor.__iter__ else output

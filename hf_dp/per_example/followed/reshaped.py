@@ -1,21 +1,26 @@
 """Which tensors hold the numbers of one example after those of another, whatever was done to their shapes.
 
-Of (B, ...) they lie so, and a new shape leaves the order of all numbers as it is. What changes places of other axes
-than the first, whose rows are as many of each example, moves numbers within these alone.
+Along the first axis of (B, ...) they lie so. A new shape leaves the order of all numbers as it is, what changes places
+of axes takes that of the examples along, and what is cut of other axes leaves as many of each example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_dp.per_example.followed.numbers import writes
 from hf_dp.per_example.followed.picking import Operation
+from hf_dp.per_example.watched import tensors_in
 
 _RESHAPING = frozenset(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "contiguous", "clone"))
-_TURNING = {"transpose": 2, "swapaxes": 2, "swapdims": 2, "permute": 0, "movedim": 2, "moveaxis": 2}
+_SWAPPING, _MOVING = ("transpose", "swapaxes", "swapdims"), ("movedim", "moveaxis")
+# Where the axis is that they cut, or take out.
+_CUTTING = {"chunk": 2, "split": 2, "narrow": 1, "select": 1, "unbind": 1}
 
 
 class Reshaped:
@@ -23,33 +28,81 @@ class Reshaped:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Along which axis the examples lie, each with as many rows there; and torch's count of writes then.
+        self._known: Any = WeakIdKeyDictionary()
 
-    def follow(self, op: Operation, is_in_order: bool) -> None:
+    def follow(self, op: Operation, is_in_order: bool) -> dict[int, int]:
         """Notes what becomes of the first argument.
 
         Args:
             is_in_order: whether that, if it has a row for each example, is known to have them in order.
+
+        Returns:
+            Of what was made, by its identity, along which axis the examples lie, where it is not the first.
         """
-        source, made = op.source, op.output
-        if source is None or not isinstance(made, Tensor) or not made.dim() or op.is_in_place:
-            return
+        source, others = op.source, dict[int, int]()
+        if source is None or op.is_in_place:
+            return others
         leads = is_in_order and source.shape[:1] == (self._batch_size,)
-        if (leads or self.has(source)) and (op.name in _RESHAPING or _keeps_first(op, source)):
-            self._known[made] = writes(made)
+        axis = 0 if leads else self._axis_of(source)
+        for made in tensors_in(op.output) if axis is not None else ():
+            found = self._followed(op, source, made, axis)
+            if found is not None and made.dim() and made is not source:
+                self._known[made] = found, writes(made)
+                others |= {id(made): found} if found else {}
+        return others
 
     def has(self, tensor: Tensor) -> bool:
         """Whether its rows are as many of each example, in order; of what was written to since nobody knows."""
-        return bool(self._known.get(tensor, -1) == writes(tensor)) and len(tensor) % self._batch_size == 0
+        return self._axis_of(tensor) == 0
+
+    def _axis_of(self, tensor: Tensor) -> int | None:
+        axis, version = self._known.get(tensor, (None, 0))
+        return axis if version == writes(tensor) else None
+
+    def _followed(self, op: Operation, source: Tensor, made: Tensor, axis: int) -> int | None:
+        """Along which axis of what is `made` the examples lie."""
+        name = op.name
+        if name in _RESHAPING:
+            before = source.shape[:axis].numel()
+            places = [i for i in range(made.dim()) if prod(made.shape[:i]) == before]
+            return next((i for i in places if made.shape[i] and made.shape[i] % self._batch_size == 0), None)
+        if op.kwargs and name not in _CUTTING:
+            return None
+        if name in _CUTTING:
+            cut = op.axis_at(_CUTTING[name])
+            if not isinstance(cut, int) or cut % source.dim() == axis:
+                return None
+            return axis - (name in ("select", "unbind") and cut % source.dim() < axis)
+        if name == "__getitem__":
+            return _after_index(op.args[1], source.dim(), axis)
+        order = _order(name, op.args[1:], source.dim())
+        return None if order is None else order.index(axis)
 
 
-def _keeps_first(op: Operation, source: Tensor) -> bool:
-    """Whether an operation changes places of other axes than the first, if it changes any."""
-    several = _TURNING.get(op.name)
-    if several is None or op.kwargs:
-        return False
-    axes = list(op.args[1:])
-    if several == 0:
-        places: Sequence[int] = axes[0] if len(axes) == 1 and isinstance(axes[0], Sequence) else axes
-        return len(places) == source.dim() and places[0] % source.dim() == 0
-    return len(axes) == several and all(isinstance(axis, int) and axis % source.dim() for axis in axes)
+def _order(name: str, args: Sequence[Any], dimensions: int) -> list[int] | None:
+    """Which axes lie where others were."""
+    if name == "permute":
+        given = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
+        return [axis % dimensions for axis in given]
+    if name not in (*_SWAPPING, *_MOVING) or len(args) != 2 or not all(isinstance(one, int) for one in args):
+        return None
+    first, second = (axis % dimensions for axis in args)
+    order = list(range(dimensions))
+    if name in _SWAPPING:
+        order[first], order[second] = second, first
+    else:
+        order.insert(second, order.pop(first))
+    return order
+
+
+def _after_index(index: Any, dimensions: int, axis: int) -> int | None:
+    """Where an axis is once others were cut, or taken out."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not all(part is Ellipsis or (isinstance(part, (int, slice)) and not isinstance(part, bool)) for part in parts):
+        return None
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (dimensions - len(parts) + 1)
+    parts += [slice(None)] * (dimensions - len(parts))
+    return axis - sum(isinstance(part, int) for part in parts[:axis]) if parts[axis] == slice(None) else None

@@ -29,10 +29,19 @@ def parts(x: Tensor) -> Tensor:
     return rows.reshape(len(x), CHANNELS, -1, 4).transpose(1, 3).reshape(len(x) * 4, -1, CHANNELS)
 
 
+def heads(x: Tensor) -> Tensor:
+    """As attention with relative positions has its queries: (B * 2, 18, 4), taken out of three."""
+    several = torch.cat([x, x.sin(), x.cos()], 1).reshape(len(x), -1, 3, 2, CHANNELS).permute(2, 0, 3, 1, 4)
+    _, second, _ = several.reshape(3, len(x) * 2, -1, CHANNELS).unbind(0)
+    return second[:, 1:].reshape(-1, 17, CHANNELS)
+
+
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "windows": parts,
     "channels": lambda x: x.permute(0, 2, 3, 1).flatten(1, 2).swapaxes(1, 2).reshape(-1, 9, CHANNELS),
     "moved": lambda x: x.movedim(1, -1).clone().reshape(-1, 9, CHANNELS),
+    "heads": heads,
+    "the first of several": lambda x: torch.stack([x, x.sin()], 1).movedim(1, 0)[0].reshape(-1, 9, CHANNELS),
     "turned where rows are": lambda x: x.reshape(-1, SIDE, SIDE).transpose(1, 2).reshape(-1, 9, CHANNELS),
 }
 
@@ -50,7 +59,7 @@ def through(way: Callable[[Tensor], Tensor]) -> Small:
 def test_they_are_cut_by_their_number(way: str) -> None:
     model = through(WAYS[way])
     certificate = preflight(model, losses, pictures(3))
-    for size in (1, 2, 4, 6, 9):
+    for size in (1, 2, 3, 4, 6, 9):
         data = pictures(size)
         found = record(model, losses, data, certificate=certificate)
         assert relative_error(found, loop(model, losses, data)) <= 1e-12
