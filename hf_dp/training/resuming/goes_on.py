@@ -14,7 +14,12 @@ from hf_dp.figures import upper
 from hf_dp.step.plan import Plan
 from hf_dp.training.resuming.output_lock import warn_of_later
 from hf_dp.training.resuming.resume import SavedRun, examples_of, labels_of
-from hf_dp.training.resuming.same_rows import note_rows, warn_of_others_on
+from hf_dp.training.resuming.same_rows import (
+    note_rows,
+    warn_of_another_branch,
+    warn_of_others_on,
+    warn_of_what_went_on,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,7 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any, 
         BudgetExceededError: the budget was already spent.
     """
     _refuse_told(ledger, saved, plan, before)
+    warn_of_what_went_on(plan)
     if saved is not None:
         if (doubt := saved.check(plan.promise, dataset)) is not None:
             ranks.warn(logger, doubt)
@@ -58,8 +64,9 @@ def continued(ledger: Ledger, saved: SavedRun | None, plan: Plan, dataset: Any, 
         found = max(ledger, saved.ledger, key=lambda one: (one.steps, one.charges))
         if saved.seal is not None:
             found.sealed.add(saved.seal)  # where this process begins
-        if saved.checkpoint is not None:
-            warn_of_later(saved.checkpoint, found)
+        if saved.checkpoint is not None and not warn_of_later(saved.checkpoint, found):
+            warn_of_another_branch(plan, found, saved.checkpoint.name, saved.seal)
+        warn_of_others_on(plan, dataset, found, saved.seal)
         note_rows(dataset, found)
         return found
     _refuse_made_otherwise(ledger, plan)

@@ -97,9 +97,9 @@ def warn_of_others(directory: str | Path, privacy: PrivacyConfig) -> None:
         )  # fmt: skip
 
 
-def warn_of_later(checkpoint: str | Path, ledger: Ledger) -> None:
-    """Says that beside the checkpoint that a training goes on from lies what took more private steps than are in its
-    ledger: others that were made after it, or a model that was saved then."""
+def warn_of_later(checkpoint: str | Path, ledger: Ledger) -> bool:
+    """Says, and answers, that beside the checkpoint that a training goes on from lies what took more private steps than
+    are in its ledger: others that were made after it, or a model that was saved then."""
     here = Path(checkpoint).absolute()
     if more := _with_more_steps(here.parent, ledger):
         ranks.warn(
@@ -110,6 +110,7 @@ def warn_of_later(checkpoint: str | Path, ledger: Ledger) -> None:
             "in the data have spent both; otherwise delete them.",
             *(str(here.parent), more, here.name, ledger.steps),
         )
+    return bool(more)
 
 
 def warn_of_later_than_before(after: str, ledger: Ledger) -> None:

@@ -1,4 +1,5 @@
-"""Which private trainings of this process drew from the same rows: whoever is in one is in the others."""
+"""Which private trainings of this process drew from the same rows, or went on from one of them: whoever is in one is in
+the others."""
 
 from __future__ import annotations
 
@@ -10,17 +11,24 @@ from typing import Any
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
+from hf_dp.config.after import names_of
 from hf_dp.data.repeated import are_in_both
 from hf_dp.errors import LedgerError
+from hf_dp.hub.earlier import records
+from hf_dp.hub.record import PrivacyRecord, sha256_of_record
 from hf_dp.step.plan import Plan
 
 logger = logging.getLogger(__name__)
 
 _DRAWN: list[tuple[Callable[[Any], bool], Ledger]] = []
+# Of all trainings of this process, whatever they drew from.
+_LEDGERS: list[Ledger] = []
 
 
 def note_rows(dataset: Any, ledger: Ledger) -> None:
     """A training of this ledger draws from `dataset`. Of a list that is not known later."""
+    if all(own is not ledger for own in _LEDGERS):
+        _LEDGERS.append(ledger)
     if not _drew_from(dataset, ledger) and (told := _told(dataset)) is not None:
         _DRAWN.append((told, ledger))
 
@@ -56,12 +64,72 @@ class OtherPeople:
         return True
 
 
-def warn_of_others_on(plan: Plan, dataset: Any, ledger: Ledger) -> None:
-    """Says once in a process that several of its trainings drew from the same rows, each with an epsilon of its own."""
-    if ledger.steps or plan.mechanism.reproducible or plan.config.after or _say_so.cache_info().currsize:
+def warn_of_others_on(plan: Plan, dataset: Any, ledger: Ledger, goes_on_from: str | None = None) -> None:
+    """Says once in a process that several of its trainings drew from the same rows, each with an epsilon of its own.
+
+    Args:
+        goes_on_from: the seal of the checkpoint that `ledger` was read from, if it was: what lies before it, and beside
+            it, is said where that is.
+    """
+    if plan.mechanism.reproducible or plan.config.after or _say_so.cache_info().currsize:
         return
-    if any(own is not ledger and own.own_steps and is_told(dataset) for is_told, own in _DRAWN):
+    if ledger.steps and goes_on_from is None:
+        return
+    along = [ledger, *_along(goes_on_from)]
+    if any(own.own_steps and all(own is not one for one in along) and is_told(dataset) for is_told, own in _DRAWN):
         _say_so()
+
+
+def _along(seal: str | None) -> list[Ledger]:
+    """Of the trainings of this process those that wrote the checkpoint with this seal, began with it, or are joined to
+    one of these by other checkpoints."""
+    found: list[Ledger] = []
+    seals = set() if seal is None else {seal}
+    while more := [own for own in _LEDGERS if own.sealed & seals and all(own is not one for one in found)]:
+        found += more
+        seals |= {each for own in more for each in own.sealed}
+    return found
+
+
+def warn_of_another_branch(plan: Plan, ledger: Ledger, name: str, seal: str | None) -> None:
+    """Says that a training of this process has gone on from the checkpoint too, from which this one goes on.
+
+    Args:
+        ledger: of this one, with what is in the checkpoint.
+        name, seal: of the checkpoint.
+    """
+    longer = [own for own in _LEDGERS if own is not ledger and seal in own.sealed and own.steps > ledger.steps]
+    if not longer or plan.mechanism.reproducible:
+        return
+    more = max(own.steps for own in longer) - ledger.steps
+    ranks.warn(
+        logger,
+        "Another training in this process has made %s since %r, from which this one goes on: what those spent is not "
+        "in its epsilon, and cost nothing only if nobody has seen what came of it. Where both are kept, or anyone saw "
+        "the other, the people in the data have spent both.",
+        *(_private_steps(more), name),
+    )
+
+
+def warn_of_what_went_on(plan: Plan) -> None:
+    """Says that a training before, which this process made, went on after its record that a promise names."""
+    known = {sha256_of_record(one): PrivacyRecord.from_json(one).ledger.steps for one in records(plan.earlier)}
+    named = dict(zip(map(sha256_of_record, plan.earlier), names_of(plan.config.after), strict=True))
+    for own in _LEDGERS:
+        digests = own.written & known.keys()
+        if not digests or own.steps <= (steps := max(known[digest] for digest in digests)):
+            continue
+        last = next(digest for digest in digests if known[digest] == steps)
+        ranks.warn(
+            logger,
+            "A training in this process has made %s since it saved %r, which after= names: what those spent is not in "
+            "the epsilon of both. If what came of it is kept, or anyone saw it, save it, and name that.",
+            *(_private_steps(own.steps - steps), named.get(last, "what a training before")),
+        )
+
+
+def _private_steps(number: int) -> str:
+    return f"{number} private step{'s' * (number > 1)}"
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,58 @@ def test_of_each_other_training_its_rows_are_looked_at_once(tmp_path: Path, monk
     others = {"privacy": of(other_people=True), "parts": {"train_dataset": parts["test"]}}
     make(tmp_path / "second", first.model, max_steps=1, **others).train()
     assert sum(one is parts["train"] for one, _ in asked) <= 3  # not for each parameter
+
+
+def test_a_second_training_from_one_checkpoint_is_told_of_the_steps_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make(tmp_path, privacy=of(), max_steps=3, save_strategy="steps", save_steps=2)
+    first.train()
+    first.save_model(str(tmp_path / "elsewhere"))
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    second = make(tmp_path, privacy=of(), max_steps=3)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "has made 1 private step since 'checkpoint-2', from which this one goes on" in caplog.text
+    assert (first.ledger.steps, second.ledger.steps) == (3, 3)
+    caplog.clear()
+    first.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # whose ledger has its own
+    assert first.ledger.steps == 4
+    assert "has made" not in caplog.text
+
+
+@pytest.mark.slow
+def test_a_training_after_a_record_is_told_of_what_went_on_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    middle, end = str(tmp_path / "middle"), str(tmp_path / "end")
+    first = make(tmp_path / "first", privacy=of(), max_steps=1)
+    first.train()
+    first.save_model(middle)
+    first.train()
+    first.save_model(end)
+    for after, is_told in ((middle, True), (end, False), ([middle, end], False)):
+        caplog.clear()
+        make(tmp_path / "second", classifier(), of(after=after), max_steps=1).train()
+        assert ("has made 1 private step since it saved 'middle', which after= names" in caplog.text) == is_told
+
+
+@pytest.mark.slow
+def test_a_training_that_goes_on_is_told_of_one_on_the_same_rows_that_it_has_nothing_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = {"train_dataset": Dataset.from_list(rows(seed=9))}
+
+    def one(name: str, **changes: Any) -> Any:
+        return make(tmp_path / name, privacy=of(), parts=data, max_steps=2, **changes)
+
+    one("first", save_strategy="steps", save_steps=1).train()
+    same_rows._say_so.cache_clear()
+    for last in (2, 1):  # each has all that the ones before it made
+        one("first").train(resume_from_checkpoint=str(tmp_path / "first" / f"checkpoint-{last}"))
+        assert WORDS not in caplog.text
+    one("other").train()
+    assert WORDS in caplog.text
+    same_rows._say_so.cache_clear()
+    caplog.clear()
+    one("first").train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-1"))
+    assert WORDS in caplog.text
