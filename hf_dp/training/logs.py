@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from hf_dp.training.runs import RunsMixin
 
 # Of what Trainer logs; what a private run adds says itself what of it is released.
 WITHHELD = {"loss", "train_loss", "num_input_tokens_seen", "total_flos"}
+# Withheld too, and in no checkpoint: how long the drawn rows took, and how much memory. Not those of an evaluation.
+_MEASURED = re.compile(r"train_(runtime|\w+_per_second|mem_\w+)|init_mem_\w+")
 
 
 class LogsMixin(RunsMixin):
@@ -35,7 +38,7 @@ class LogsMixin(RunsMixin):
         if self.is_in_train and "loss" in logs and self._begun is not None:
             logs.update(self._begun.logs().shown(withheld))
         if withheld:
-            for name in WITHHELD & set(logs):
+            for name in [name for name in logs if name in WITHHELD or _MEASURED.fullmatch(name)]:
                 del logs[name]
         self._behind.forget_batch_metrics()
         super().log(logs, start_time)

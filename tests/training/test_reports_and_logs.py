@@ -140,3 +140,15 @@ def test_withheld_logs_leave_no_function_of_the_data_behind(tmp_path: Path) -> N
     assert (out.training_loss, trainer.state.total_flos, trainer.state.num_input_tokens_seen) == (0, 0, 0)
     assert all("epsilon" in entry for entry in heard if "learning_rate" in entry)
     assert not any("withhold" in caveat for caveat in trainer.privacy_report().caveats)
+
+
+@pytest.mark.parametrize("withheld", [False, True])
+def test_time_and_memory_are_withheld_with_what_else_follows_from_rows(tmp_path: Path, withheld: bool) -> None:
+    privacy = private(withhold_non_private_logs=withheld)
+    trainer = make(tmp_path, privacy=privacy, max_steps=1, skip_memory_metrics=False)
+    metrics = trainer.train().metrics
+    trainer.log({"eval_runtime": 1.0})  # of other rows, of which nothing is promised
+    told = {name for entry in (metrics, *trainer.state.log_history) for name in entry}
+    measured = {"train_runtime", "train_samples_per_second", "train_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta"}
+    assert (told & measured == set()) if withheld else (told >= measured)
+    assert {"eval_runtime", "epsilon"} <= told
