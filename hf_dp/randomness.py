@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import random
 import secrets
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ class Entropy:
 
     A known seed lets anyone redo the draws, subtract the noise and read the private sum. So without a seed the secret
     is 256 bits from the operating system; it is held in this process's memory only, never printed, and cannot be
-    pickled. Nothing here reads or changes the global states of `torch`, `numpy` or `random`.
+    pickled; a process that is forked has one of its own, since two trainings would draw alike. Nothing here reads or changes the global states of `torch`, `numpy` or `random`.
 
     Streams that can be asked for again are SFC64: fast, with 192 bits of seed, but not a cryptographic generator. What
     is added as noise comes from a source of noise (`hf_dp.noise`), out of `fresh` keys.
@@ -37,11 +38,12 @@ class Entropy:
         reproducible: True with a seed. What such a run releases is not private.
     """
 
-    __slots__ = ("_key", "reproducible")
+    __slots__ = ("_key", "_process", "reproducible")
 
     def __init__(self, seed: int | None) -> None:
         self.reproducible = seed is not None
         self._key = secrets.token_bytes(32) if seed is None else hashlib.blake2b(str(seed).encode()).digest()
+        self._process = os.getpid()
 
     @classmethod
     def of_all_ranks(cls, seed: int | None) -> Entropy:
@@ -70,6 +72,8 @@ class Entropy:
         return self._keyed(purpose, step) if self.reproducible else secrets.token_bytes(32)
 
     def _keyed(self, purpose: str, step: int) -> bytes:
+        if not self.reproducible and self._process != os.getpid():
+            self._key, self._process = secrets.token_bytes(32), os.getpid()
         # A keyed cryptographic hash, because SeedSequence's own mixing is not made to hide one key from another.
         return hashlib.blake2b(f"{step}:{purpose}".encode(), key=self._key).digest()
 

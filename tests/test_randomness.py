@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import random
 from typing import Any
@@ -146,3 +147,27 @@ def test_failure_41_a_gap_of_nothing_that_numpy_can_draw_draws_nobody_twice() ->
     gaps = mock.Mock()
     gaps.geometric.side_effect = [np.array([3, 0, 0, 5]), np.array([1000])]
     assert bernoulli(gaps, 20, 0.01) == [2, 3, 4, 9]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked processes here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_process_that_was_forked_draws_others_of_its_own() -> None:
+    def drawn(entropy: Entropy) -> bytes:
+        return entropy.generator("sampling", 0).bytes(16)
+
+    def drawn_by_child(entropy: Entropy) -> bytes:
+        reads, writes = os.pipe()
+        if not (child := os.fork()):
+            os.write(writes, drawn(entropy) + drawn(entropy))
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writes)
+        with os.fdopen(reads, "rb") as pipe:
+            return pipe.read()
+
+    entropy = Entropy(None)
+    mine, first, second = drawn(entropy), drawn_by_child(entropy), drawn_by_child(entropy)
+    assert len({mine, first[:16], second[:16]}) == 3
+    assert first[:16] == first[16:], "asked again, a stream starts again there too"
+    assert drawn(entropy) == mine
+    assert drawn_by_child(Entropy(3))[:16] == drawn(Entropy(3))
