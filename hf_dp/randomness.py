@@ -26,7 +26,8 @@ class Entropy:
 
     A known seed lets anyone redo the draws, subtract the noise and read the private sum. So without a seed the secret
     is 256 bits from the operating system; it is held in this process's memory only, never printed, and cannot be
-    pickled; a process that is forked has one of its own, since two trainings would draw alike. Nothing here reads or changes the global states of `torch`, `numpy` or `random`.
+    pickled; a process that is forked has one of its own, since two trainings would draw alike. Nothing here reads or
+    changes the global states of `torch`, `numpy` or `random`.
 
     Streams that can be asked for again are SFC64: fast, with 192 bits of seed, but not a cryptographic generator. What
     is added as noise comes from a source of noise (`hf_dp.noise`), out of `fresh` keys.

@@ -60,6 +60,11 @@ class RankSampler(Sampler[list[Index]]):
         self._rank, self._world_size = rank, world_size
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Which rank it is the share of, and of how many."""
+        return self._rank, self._world_size
+
+    @property
     def rows(self) -> int:
         """Of the dataset that is drawn from."""
         return self.sampler.dataset_size if self.units is None else self.units.rows.rows
@@ -138,11 +143,28 @@ class PoissonDataLoader(DataLoader[Any]):
         assert isinstance(self.batch_sampler, (BatchSampler, RankSampler))
         self.batch_sampler.set_epoch(epoch)
 
+    def refuse_other_ranks(self) -> None:
+        """Refuses to draw the share of another rank than this process is now (`ConfigurationError`)."""
+        made, now = self._whole.place, (ranks.rank(), ranks.world_size())
+        if made != now:
+            raise ConfigurationError(
+                f"a training that was made as one of {made[1]} process{'es' * (made[1] > 1)}, of rank {made[0]}, and "
+                f"is now rank {now[0]} of {now[1]}.",
+                why="each process would draw batches of its own, so that one example could be in a step several times, "
+                "under noise that covers one.",
+                fix="make the process group (accelerate.Accelerator(), or torch.distributed.init_process_group()) "
+                "before the run, and keep it until its end.",
+            )
+
     def dummies(self, item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Micro-batches of the first row alone, as many as the rank that has most of this item has more than this one.
 
         To be weighted with zero: so all ranks compute as many. All call it together: one small all-gather.
+
+        Raises:
+            ConfigurationError: as `refuse_other_ranks`.
         """
+        self.refuse_other_ranks()
         dataset: Any = self.dataset
         collate: Any = self.collate_fn
         known = len(item["micro_batches"])

@@ -154,6 +154,7 @@ class Run:
             UnsupportedModelError: per-example gradients of this model are not known to be exact.
             ConfigurationError: what a private run cannot use.
         """
+        self.loader.refuse_other_ranks()
         self.optimizer, self._surroundings, model = optimizer, surroundings(self.model), self.model
         refuse_adapters_in_part(model)
         for part in self.parts.values():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import hf_dp.ranks as ranks
 from hf_dp import PrivateRun, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError, HfDpError
 from tests.distributed.tasks import (
@@ -98,3 +101,22 @@ def differing(path: str, what: str) -> str:
     except ConfigurationError as error:
         return str(error)
     return ""
+
+
+def made_too_early(path: str) -> str:
+    """The refusal of a run that was made when there was no process group yet."""
+    model = built("bert")
+    with mock.patch.object(ranks, "in_group", return_value=False), mock.patch.dict(os.environ, WORLD_SIZE="1"):
+        run = PrivateRun(
+            model, rows_of("bert"), promise(noise_multiplier=1.0), collator_of("bert"),
+            expected_batch_size=EXPECTED, micro_batch_size=MICRO, steps=STEPS, output_dir=path,
+        )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        run.begin(optimizer)
+        for batch in run.batches():
+            run.step(batch)
+            optimizer.step()
+    except ConfigurationError as error:
+        return str(error)
+    return f"none, and epsilon {run.report().epsilon}"

@@ -8,7 +8,7 @@ import pytest
 
 from hf_dp.hub import verify
 from tests.distributed.gang import Gang
-from tests.distributed.own import PARTS, differing, left_by_one, looped
+from tests.distributed.own import PARTS, differing, left_by_one, looped, made_too_early
 from tests.distributed.tasks import farthest
 from tests.training.workbench import same
 
@@ -53,3 +53,9 @@ def test_ranks_that_do_not_do_the_same_are_refused(tmp_path: Path, pair: Gang) -
     for what, words in (("weights", "the model's weights"), ("sizes", "micro_batch_size")):
         for said in pair.run(differing, str(tmp_path), what):
             assert f"rank 1 has not the same as rank 0: {words}" in said
+
+
+@pytest.mark.slow
+def test_a_run_that_was_made_before_its_process_group_is_refused(tmp_path: Path, pair: Gang) -> None:
+    for said in pair.run(made_too_early, str(tmp_path)):
+        assert "made as one of 1 process" in said

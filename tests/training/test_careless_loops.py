@@ -334,3 +334,13 @@ def test_a_run_that_lacks_something_is_told_what() -> None:
         a_run(classifier(), expected_batch_size=10_000)
     with pytest.raises(TypeError, match="positional"):
         PrivateRun(*range(9))  # type: ignore[arg-type, misc]
+
+
+def test_a_run_that_was_made_before_its_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = classifier()
+    run = a_run(model)
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    with pytest.raises(ConfigurationError, match="made as one of 1 process.* now rank 0 of 2"):
+        run._run.begin(torch.optim.SGD(model.parameters(), lr=0.1), None, 0, run)
+    with pytest.raises(ConfigurationError, match="made as one of 1 process"):
+        run._loader.dummies({"micro_batches": []})  # of each step
