@@ -225,9 +225,9 @@ class Run:
         """
         if not self._has_begun or self._written is None:
             raise ConfigurationError(
-                "a private step of a training that has not begun.",
-                why="what is checked before the first step was not, or it was refused.",
-                fix="call begin(), and no step where it raises.",
+                "a private step of a training that has not begun, or has ended.",
+                why="what is checked before the first step was not, or was refused, or the rows may be of another.",
+                fix="call begin(), or train() of a trainer, and no step where it raises, or outside of it.",
             )
         self._clock.begins()
         refuse_other_surroundings(self._surroundings, self.model)
@@ -244,8 +244,7 @@ class Run:
         self._written.note(self.model)
         for part in self.parts.values():
             part.after_step()
-        for name in self._statistics:
-            self._statistics[name] += getattr(total, name)
+        self._statistics = {name: seen + getattr(total, name) for name, seen in self._statistics.items()}
         return total
 
     def _restricted(self, micro_batch: MicroBatch) -> PerExampleGradients:
@@ -274,8 +273,9 @@ class Run:
 
     def end(self) -> None:
         """The optimizer may take any gradient again."""
-        if self._written is not None:
-            self._written.forget()
+        written, self._written = self._written, None
+        if written is not None:
+            written.forget()
         if self._leaving is not None:
             self._leaving.at_end()
         if self._earlier is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -342,3 +343,22 @@ def test_weights_that_an_adapters_checkpoint_does_not_bring_back_are_not_left_ou
     again = make(tmp_path / "adapter", get_peft_model(base, LoraConfig(task_type="SEQ_CLS", target_modules=["q_lin"])))
     with pytest.raises(LedgerError, match="another private training"):
         again.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_after_a_training_a_step_with_rows_of_other_data_is_refused_and_not_charged_as_its_own(
+    tmp_path: Path, is_interrupted: bool
+) -> None:
+    class Interrupting(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if is_interrupted:
+                raise KeyboardInterrupt
+
+    trainer = make(tmp_path, privacy=private(noise_multiplier=1.0), parts={"callbacks": [Interrupting()]}, max_steps=1)
+    with pytest.raises(KeyboardInterrupt) if is_interrupted else nullcontext():
+        trainer.train()
+    trainer.train_dataset = rows(12)  # of which each is drawn four times as often
+    for item in trainer.get_train_dataloader():
+        with pytest.raises(ConfigurationError, match="training that has not begun, or has ended"):
+            trainer.training_step(trainer.model, item)
+    assert trainer.ledger.steps == 1
