@@ -185,9 +185,12 @@ def _asked(plan: Plan) -> str:
         return f"{ways}."
     least = proposed.noise_of_a_step(plan.clipping.sensitivity)
     if least > _LESS * plan.noise_standard_deviation / plan.sampler.expected_batch_size:
+        ways = "More data or fewer trained parameters (LoRA) have less of it."
+        if plan.steps == 1 or plan.sampler.expected_batch_size >= n:  # no batch is larger in as many epochs
+            return ways
         return (
-            "More data or fewer trained parameters (LoRA) have less of it; batches of another size have not, for the "
-            "same promise in as many epochs."
+            f"{ways} Larger batches have less in each step too, but not much less in all steps together, for the same "
+            "promise in as many epochs."
         )
     command = f"hf-dp plan --n {n} --epochs {epochs:.3g} --epsilon {config.target_epsilon:g} --delta {plan.delta:g}"
     of_less = f"{proposed.batch_size} at once, {proposed.steps} times, have less of it for the same promise"

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from hf_dp import PrivacyConfig
 from hf_dp.errors import ConfigurationError
+from hf_dp.planning.proposal import Candidate, candidate
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.magnitudes import Magnitudes
@@ -22,6 +23,7 @@ from tests.training.workbench import classifier, make, parameters, private, rows
 pytestmark = pytest.mark.usefixtures("checked_once")
 
 WORDS = "The noise drowns the gradient"
+OF_OTHER_BATCHES = "Larger batches have less in each step too, but not much less in all steps together, for the same"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_stock_arguments_are_warned_of_and_large_batches_are_not(
     make(tmp_path, classifier(dim=96, hidden_dim=192), privacy, parts={"train_dataset": rows(160)}, **stock).train()
     (record,) = [record for record in caplog.records if WORDS in record.message]
     assert "at most about 1." in record.message
-    assert "batches of another size have not, for the same promise in as many epochs." in record.message
+    assert OF_OTHER_BATCHES in record.message
     caplog.clear()
     make(tmp_path).train()
     assert WORDS not in caplog.text
@@ -118,11 +120,26 @@ def test_stock_arguments_are_warned_of_and_large_batches_are_not(
 
 def test_the_plan_that_is_named_is_of_this_promise_or_of_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     budget = private(noise_multiplier=None, target_epsilon=0.5, target_delta=1e-5)
+    make(tmp_path, privacy=budget, max_steps=2).train()
+    assert OF_OTHER_BATCHES in caplog.text
+    caplog.clear()
     make(tmp_path, privacy=budget, max_steps=1).train()
-    assert "batches of another size have not, for the same promise in as many epochs." in caplog.text
+    assert "(LoRA) have less of it." in caplog.text
+    assert "Larger batches" not in caplog.text
     caplog.clear()
     make(tmp_path, privacy=private(noise_multiplier=50.0), max_steps=1).train()
     assert "hf-dp plan says which batch has the least for the same compute." in caplog.text
+
+
+def test_larger_batches_have_less_noise_in_each_step_and_not_much_less_in_all() -> None:
+    """The warning once said of 8 at a time, 60 times, of 160 that batches of another size have no less of it."""
+
+    def noise(batch: int) -> Candidate:
+        return candidate(batch, dataset_size=160, examples=480, target_epsilon=1.0, target_delta=0.00377)
+
+    small, large = noise(8), noise(48)
+    assert large.noise_of_a_step() < 0.4 * small.noise_of_a_step()
+    assert large.noise_of_the_run() > 0.7 * small.noise_of_the_run()
 
 
 def test_a_second_training_in_one_output_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
