@@ -139,7 +139,7 @@ class Magnitudes:
         pairs = [(before, _few_of(p)) for p, before in self._before if id(p) in moved]
         alike = [(now == before).sum() for before, now in pairs if now.shape == before.shape]
         count, self._before = sum(len(before) for before, _ in pairs), []
-        if count and len(alike) == len(pairs) and count - float(sum(alike)) < _MOVED * count:
+        if count and len(alike) == len(pairs) and count - sum(map(float, alike)) < _MOVED * count:
             ranks.warn(
                 logger,
                 "After %d steps with noise hardly any trained weight is another than before (learning_rate=%.3g): "
