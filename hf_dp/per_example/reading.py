@@ -180,6 +180,8 @@ class Reader(FollowedRows):
         elif self._picked is not None and self._picked.reshaped.has(given):
             self.counts.add_plain(each, given.shape[1:-1])
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
+        elif self.routes.is_restored(given):  # repeated, say
+            self.follow()
         elif given.numel() and self.batch_size > 1:
             what = f"operation {operation} on an input of shape {tuple(given.shape)}"
             by = None if self._picked is None else self._picked.picked_by(given)

@@ -25,6 +25,8 @@ class Axes:
         self._batch_size = batch_size
         # None of what is of some examples alone, whose sizes tell nothing.
         self._axes: Any = WeakIdKeyDictionary()
+        # Of which sizes alone tell that, which are others in other micro-batches.
+        self._unsure: Any = WeakIdKeyDictionary()
         # What got another axis, of as many, before that of the examples maybe.
         self._unclear: Any = WeakIdKeyDictionary()
 
@@ -49,9 +51,12 @@ class Axes:
         axis = next((k for k, n in enumerate(tensor.shape) if n > 1), 0)
         return axis if self.may_lead_along(tensor, axis) else 0
 
-    def note(self, tensor: Tensor, axis: int) -> None:
-        """Takes note that the examples lie there."""
+    def note(self, tensor: Tensor, axis: int, sure: bool = True) -> None:
+        """Takes note that the examples lie there; whether more than sizes tells so."""
         self._axes[tensor] = axis
+        self._unsure.pop(tensor, None)
+        if not sure:
+            self._unsure[tensor] = None
 
     def follow(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> None:
         """Notes of what an operation `made` where the axis is that it had in data which was `given`."""
@@ -63,11 +68,22 @@ class Axes:
         if not any(axis for _, axis in known):
             made = [one for one in made if one._base is not None]
         for one in made:
-            found = [k for source, axis in known if (k := self._after(source, axis, one)) is not None]
+            pairs = [(k, s) for s, axis in known if (k := self._after(s, axis, one)) is not None]
+            found = [k for k, _ in pairs]
             if any(found):
                 self._axes[one] = max(found)
+                if not any(k == max(found) and self.is_sure(source) for k, source in pairs):
+                    self._unsure[one] = None
             elif any(self._is_left_out(source, axis, one) for source, axis in known):
                 self._axes[one] = None
+
+    def is_across(self, tensor: Tensor) -> bool:
+        """Whether the examples lie along the second axis, whatever sizes there are."""
+        return bool(self._axes.get(tensor) == 1) and tensor.shape[1:2] == (self._batch_size,) and self.is_sure(tensor)
+
+    def is_sure(self, tensor: Tensor) -> bool:
+        """Whether more than sizes tells which axis it is."""
+        return tensor not in self._unsure and (tensor in self._axes or not self.of(tensor))
 
     def follow_unclear(self, given: Sequence[Tensor], made: Iterable[Tensor], is_joined: bool) -> None:
         """Notes what an operation `made`, that `is_joined` of pieces or not, of which nobody knows which axis leads."""
@@ -96,6 +112,8 @@ class Axes:
         axes = {self._known(one) for one in pieces}
         if len(axes) == 1 and (axis := axes.pop()) is not None:
             self._axes[made] = axis + (new % made.dim() <= axis)
+            if not all(map(self.is_sure, pieces)):
+                self._unsure[made] = None
 
     def _is_part(self, tensor: Tensor) -> bool:
         return self._axes.get(tensor, 0) is None

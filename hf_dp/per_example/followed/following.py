@@ -31,6 +31,7 @@ class Following(TorchFunctionMode):
         takes_each: whether what was picked is one of each example anyway.
         is_data: whether anything of the batch is in a tensor.
         unknown: gets rows that may not, or do not, lie in order, and what was laid below one another there.
+        is_across: as `Results` has it.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class Following(TorchFunctionMode):
         takes_each: Callable[[Tensor], bool] = lambda tensor: False,
         is_data: Callable[[Tensor], bool] = lambda tensor: tensor.requires_grad,
         unknown: Callable[[Tensor, list[Tensor]], None] = lambda tensor, parts: None,
+        is_across: Callable[[Tensor], bool] = lambda tensor: False,
     ) -> None:
         super().__init__()
         self._routes, self._enter, self._restored = routes, enter, restored
         self._takes_each, self._is_data, self._unknown = takes_each, is_data, unknown
-        self._results = Results(routes, is_data, enter)
+        self._results = Results(routes, is_data, enter, is_across)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -68,7 +70,10 @@ class Following(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             self._routes.note_made(op := Operation(name, func, *places, output), self._enter is None)
         if all(owners is None for owners in known.values()) and not may_pick_or_write(name):
-            return output
+            with torch._C.DisableTorchFunction():
+                is_across = self._results.lays_below(name, first)
+            if not is_across:
+                return output
         with torch._C.DisableTorchFunction():
             made = tensors_in(output)
             if known.get(id(first)) is None and any(map(self._takes_each, made)):

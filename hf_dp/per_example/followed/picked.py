@@ -151,7 +151,7 @@ class Picked(TorchFunctionMode):
             found = self.through.written(op, by, any(a in self._indexed for a in given))
             self._one_of_each.update((one, is_one and self._one_of_each.get(one, True)) for one, is_one in found)
         if axis and name in JOINING and not picks_other:
-            self.axes.note(made[0], axis)
+            self.axes.note(made[0], axis, all(map(self.axes.is_sure, data)))
         in_one_row = bool(changed) and not (picks or picks_other) and self._picks_in_one_row(op)
         if picks or picks_other or any(a in self._indexed for a in given):
             self._indexed.update((one, None) for one in (*rows, *changed))

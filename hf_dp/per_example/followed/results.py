@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,22 @@ class Results:
         routes: what is known of rows.
         is_data: whether anything of the batch is in a tensor.
         enter: gives the owners of what rows are picked of, and nothing is known of; None where a module sorts rows.
+        is_across: whether the examples lie along the second axis of a tensor.
     """
 
-    def __init__(self, routes: Routes, is_data: Callable[[Tensor], bool], enter: Enter | None) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        is_data: Callable[[Tensor], bool],
+        enter: Enter | None,
+        is_across: Callable[[Tensor], bool] = lambda tensor: False,
+    ) -> None:
         self._routes, self._batch_size, self._is_data = routes, routes.batch_size, is_data
-        self._enter = enter
+        self._enter, self._is_across = enter, is_across
+
+    def lays_below(self, name: str, source: Any) -> bool:
+        """Whether an operation of this name may lay the examples that lie along a second axis below one another."""
+        return name in _VIEWS and isinstance(source, Tensor) and self._is_across(source)
 
     def followed(
         self, op: Operation, known: Known, is_blank: bool, entered: Tensor | None
@@ -90,6 +102,10 @@ class Results:
             return self._looked_up(pick, tensors_in(args[1:], op.kwargs), known)
         if before is not None and len(before) != len(source) and name not in _VIEWS:  # (1, n, ...)
             return None
+        if before is None and self.lays_below(name, source):
+            numbers = torch.arange(self._batch_size, device=source.device).repeat(len(source))
+            is_row_by_row = output.shape[:1] == numbers.shape and output.shape[1:].numel() == source.shape[2:].numel()
+            return numbers if is_row_by_row else None
         if before is None and is_elementwise(name):
             before = next((owners for owners in known.values() if owners is not None), None)
         if before is None:

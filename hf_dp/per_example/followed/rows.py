@@ -96,7 +96,7 @@ class FollowedRows:
     def _following(self) -> Iterator[None]:
         self._is_following = True
         try:
-            hooks = self._entered, self._back_in_order, self._takes_each, self._is_data, self._unknown
+            hooks = self._entered, self._back_in_order, self._takes_each, self._is_data, self._unknown, self._is_across
             with Following(self.routes, *hooks):
                 yield
         finally:
@@ -131,6 +131,12 @@ class FollowedRows:
     def _is_data(self, tensor: Tensor) -> bool:
         return tensor.requires_grad if self._picked is None else self._picked.is_data(tensor)
 
+    def _is_across(self, source: Tensor) -> bool:
+        """Whether its second axis is known to be that of the examples: time first."""
+        if self._picked is None or not self._picked.axes.is_across(source) or not self._picked.is_data(source):
+            return False
+        return self._picked.has_one_of_each(source) is not False
+
     def _back_in_order(self, given: Tensor, parts: list[Tensor]) -> bool:
         """Takes note that rows which were picked are in order again, as they must be in each step; not of those of
         which only what nobody picked says so.
@@ -150,6 +156,8 @@ class FollowedRows:
     def _unknown(self, given: Tensor, parts: list[Tensor]) -> None:
         """Takes note that as many rows as examples need not be one of each."""
         if self._picked is None or given.shape[:1] != (self.batch_size,):
+            return
+        if self._picked.axes.is_across(given):  # of which these are points in time
             return
         if self._picked.alone.is_in_order(given) or not any(map(self._picked.follows_index, parts)):
             return

@@ -199,7 +199,9 @@ def _layers(cell: _Cell) -> Callable[..., Any]:
             x = torch.cat(found, -1)
             if layer < num_layers - 1:
                 x = F.dropout(x, dropout, train)
-        return x if batch_first else x.transpose(0, 1), *torch.stack(last).split(hidden, -1)
+        # As torch lays them out: models take views of them.
+        of_last = [each.contiguous() for each in torch.stack(last).split(hidden, -1)]
+        return x if batch_first else x.transpose(0, 1).contiguous(), *of_last
 
     return layers
 

@@ -70,6 +70,20 @@ def test_cells_are_exact(kind: str) -> None:
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_what_layers_give_may_be_viewed_as_torchs_own(kind: str) -> None:
+    def viewed(m: Any, x: Tensor) -> Tensor:
+        output, last = m.rnn(x.transpose(0, 1))
+        last = last[0] if isinstance(last, tuple) else last
+        return output.view(-1).view_as(output).transpose(0, 1).flatten(1) + last.view(2, -1, 3).sum(0).repeat(1, 10)
+
+    model = Small(viewed, rnn=_KINDS[kind](4, 3, bidirectional=True))
+    certificate = preflight(model, square, batch(3, 5, 4))
+    data = batch(4, 5, 4)
+    found = record(model, square, data, certificate=certificate)
+    assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
 def test_first_states_that_are_computed_get_their_gradients() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         state = m.start(x[:, 0]).cos().unsqueeze(0)

@@ -1,0 +1,112 @@
+"""Rows of examples that lie along a second axis, time first, and are laid below one another: each is its example's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_dp.errors import HfDpError
+from hf_dp.per_example import loop, preflight, record
+from tests.per_example.small import Small, batch, relative_error, square
+
+LENGTH = 6
+
+
+def time_first(m: Any, x: Tensor) -> Tensor:
+    """As language models of old have it: the head works on all positions of all examples."""
+    output, _ = m.rnn(x.transpose(0, 1))
+    rows = m.head(torch.tanh(output.view(output.size(0) * output.size(1), -1)))
+    return rows.view(output.size(0), output.size(1), -1).transpose(0, 1)
+
+
+def copied(m: Any, x: Tensor) -> Tensor:
+    rows = m.head(m.first(x.transpose(0, 1)).reshape(-1, 4)).unflatten(0, (LENGTH, -1))
+    return rows.transpose(0, 1)
+
+
+def shifted(m: Any, x: Tensor) -> Tensor:
+    """What was a point in time before, beside the first."""
+    before = m.first(x.transpose(0, 1))
+    rows = m.head(torch.cat([before[:1], before[:-1]]).flatten(0, 1))
+    return rows.view(x.shape[1], len(x), -1).transpose(0, 1)
+
+
+def by_steps(m: Any, x: Tensor) -> Tensor:
+    state, found = x.new_zeros(len(x), 4), []
+    for t in range(x.shape[1]):
+        found.append(state := torch.tanh(m.first(x[:, t]) + state))
+    return m.head(torch.stack(found).view(-1, 4)).view(x.shape[1], len(x), -1).transpose(0, 1)
+
+
+def stacked(m: Any, x: Tensor) -> Tensor:
+    """Two views of each example, all of the first before all of the second."""
+    both = m.head(m.first(torch.stack([x, x.sin()]).flatten(0, 1))).unflatten(0, (2, -1))
+    return both[0] * both[1]
+
+
+def repeated(m: Any, x: Tensor) -> Tensor:
+    """Each example three times, pooled."""
+    pooled = torch.tanh(m.first(x)).mean(1).repeat_interleave(3, 0)
+    made: Tensor = m.head(torch.tanh(pooled)).unflatten(0, (-1, 3)).prod(1)
+    return made
+
+
+WAYS: list[Callable[[Any, Tensor], Tensor]] = [time_first, copied, shifted, by_steps, stacked, repeated]
+
+
+def made(way: Callable[[Any, Tensor], Tensor]) -> Small:
+    members: dict[str, nn.Module] = {"rnn": nn.LSTM(4, 4)} if way is time_first else {"first": nn.Linear(4, 4)}
+    return Small(way, head=nn.Linear(4, 3), **members)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_they_are_followed(way: Callable[[Any, Tensor], Tensor]) -> None:
+    model = made(way)
+    certificate = preflight(model, square, batch(3, LENGTH, 4))
+    for size in (1, 2, 3, 4, LENGTH, 2 * LENGTH):  # also as many as points in time
+        data = batch(size, LENGTH, 4)
+        found = record(model, square, data, certificate=certificate)
+        assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_of_other_lengths_too(size: int) -> None:
+    """What is certified of one length is read of another, of as many points in time as examples as well."""
+    model = made(time_first)
+    certificate = preflight(model, square, batch(3, LENGTH, 4))
+    for length in (1, 2, 3, 4, 9):
+        data = batch(size, length, 4)
+        found = record(model, square, data, certificate=certificate)
+        assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+def test_not_where_sizes_alone_tell_which_axis_it_is() -> None:
+    """Which they do not where there are as many points in time as examples: in the middle of a training."""
+
+    def attending(m: Any, x: Tensor) -> Tensor:
+        given = m.first(x.transpose(0, 1))
+        heads = given.contiguous().view(len(given), -1, 2).transpose(0, 1)
+        made = ((heads @ heads.mT).softmax(-1) @ heads).transpose(0, 1).contiguous().view(given.shape)
+        found: Tensor = m.head(made.reshape(-1, 4)).view(*given.shape[:2], -1).transpose(0, 1)
+        return found
+
+    with pytest.raises(HfDpError):
+        preflight(made(attending), square, batch(3, LENGTH, 4))
+
+
+def test_not_where_numpy_has_put_them_there() -> None:
+    """Which lets go of what was known, at one length at least."""
+
+    def through_numpy(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            rows = torch.from_numpy(x.transpose(0, 1).contiguous().numpy().copy()).reshape(-1, 4)
+        found: Tensor = m.head(rows).unflatten(0, (x.shape[1], -1)).transpose(0, 1)
+        return found
+
+    model = Small(through_numpy, head=nn.Linear(4, 3))
+    with pytest.raises(HfDpError):
+        preflight(model, square, batch(3, LENGTH, 4))
