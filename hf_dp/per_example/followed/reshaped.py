@@ -45,7 +45,9 @@ class Reshaped:
             return others
         leads = is_in_order and source.shape[:1] == (self._batch_size,)
         axis = 0 if leads else self._axis_of(source)
-        for made in tensors_in(op.output) if axis is not None else ():
+        if axis is None:
+            return others
+        for made in tensors_in(op.output):
             found = self._followed(op, source, made, axis)
             if found is not None and made.dim() and made is not source:
                 self._known[made] = found, writes(made)
