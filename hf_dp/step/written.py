@@ -17,6 +17,7 @@ from hf_dp.per_example.checks.memory import buffers_told, write_of
 from hf_dp.per_example.modules import named_parameters, parameters_of
 from hf_dp.per_example.sharding import local, total_norm
 from hf_dp.per_example.watched import flatten
+from hf_dp.step.remembered import Remembered, refuse_loading
 
 Mark = tuple[Tensor, int, int, int]
 # Optimizers that are held to the gradients of private steps.
@@ -69,6 +70,7 @@ class WrittenGradients:
             )
         _refuse_hooks_within(self._optimizer)
         _HELD.add(self._optimizer)
+        self._remembered = Remembered(self._optimizer)
         self._listen()
 
     def note(self, model: nn.Module) -> None:
@@ -105,12 +107,15 @@ class WrittenGradients:
             handle.remove()
         register = self._optimizer.register_step_pre_hook, self._optimizer.register_step_post_hook
         self._handles = [register[0](self._begin), register[1](self._end)]
+        if hasattr(self._optimizer, "_optimizer_load_state_dict_pre_hooks"):
+            self._handles.append(self._optimizer.register_load_state_dict_pre_hook(refuse_loading))
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Torch calls the hooks again in super().step() of a subclass, which may have clipped by then.
         if not self._depth:
             try:
                 self._compare(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None))
+                self._remembered.refuse_other()
             except ConfigurationError:
                 self._drop(optimizer)
                 raise
@@ -120,6 +125,8 @@ class WrittenGradients:
 
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
+        if not self._depth:
+            self._remembered.note()
         # Once for each private step: whoever looks at it calls `refuse_untaken`.
         if self._around is not None and not self._depth and self._taken and self._marks:
             self._around.after()

@@ -60,3 +60,57 @@ def _slow(model: Any) -> Any:
     for p in model.parameters():
         optimizer.state[p]["slow"] = p.detach().clone()
     return optimizer
+
+
+def loaded(optimizer: Any, state: Any) -> None:
+    optimizer.load_state_dict(state)
+
+
+def put_in_place(optimizer: Any, state: Any) -> None:
+    for number, p in enumerate(optimizer.param_groups[0]["params"]):
+        optimizer.state[p] = dict(state["state"][number]) if number in state["state"] else {}
+
+
+def written_over(optimizer: Any, state: Any) -> None:
+    for number, p in enumerate(optimizer.param_groups[0]["params"]):
+        if number in state["state"] and optimizer.state[p]:
+            optimizer.state[p]["exp_avg"].copy_(state["state"][number]["exp_avg"])
+
+
+def then_stepped(way: Any, optimizer: Any, state: Any) -> None:
+    way(optimizer, state)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("way", [loaded, put_in_place, written_over])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_state_that_comes_of_another_training_between_the_steps_is_refused(way: Any, at: int) -> None:
+    """Where the optimizer has a state by then: before its first step there is nothing to write over."""
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run, state = a_run(model), remembered(optimizer, model)
+    run.begin(optimizer)
+    for number, batch in enumerate(run.batches()):
+        run.step(batch)
+        if (number, way) == (0, written_over) or number < at:
+            optimizer.step()
+            continue
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(ConfigurationError, match="state of the optimizer"):
+            then_stepped(way, optimizer, state)
+        assert all(map(torch.equal, before, model.parameters()))
+        break
+
+
+def test_what_is_not_loaded_changes_nothing_and_the_run_goes_on() -> None:
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = a_run(model, steps=3)
+    run.begin(optimizer)
+    for batch in run.batches():
+        run.step(batch)
+        with pytest.raises(ConfigurationError, match="state of the optimizer"):
+            optimizer.load_state_dict(remembered(optimizer, model))
+        optimizer.step()
+    assert run.global_step == 3
+    optimizer.load_state_dict(remembered(optimizer, model))  # the run has ended
