@@ -11,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from hf_dp import DPTrainer, PrivateRun
+from hf_dp.errors import LedgerError
 from hf_dp.hub import verify
 from tests.architectures import VOCABULARY
-from tests.training.workbench import make, pad_for_language, parameters, private, rows, same
+from tests.training.own_loops import begun
+from tests.training.workbench import classifier, make, pad_for_language, parameters, private, rows, same
 from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -131,3 +134,34 @@ def test_what_is_tied_is_there_once_as_safetensors_reads_it(tmp_path: Path) -> N
     trainer_of(tmp_path, model).save_model(str(tmp_path / "saved"))
     load_model(fresh, tmp_path / "saved" / "model.safetensors")
     assert same(parameters(fresh), parameters(model))
+
+
+@pytest.mark.parametrize("loop", ["trainer", "own"])
+def test_another_model_in_the_place_of_the_trained_one_is_not_saved_in_the_middle(tmp_path: Path, loop: str) -> None:
+    """At the end of a training it is held against what that has left."""
+    other, seen = classifier(), list[int]()
+
+    def save(holder: Any, save_there: Any) -> None:
+        own, holder.model = holder.model, other
+        with pytest.raises(LedgerError, match="of a model that is not the one that is trained"):
+            save_there(str(tmp_path / "other"))
+        holder.model = own
+        save_there(str(tmp_path / "own"))
+        seen.append(1)
+
+    class Saving(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            save(trainer, trainer.save_model)
+
+    if loop == "trainer":
+        trainer = make(tmp_path, parts={"callbacks": [Saving()]}, max_steps=1)
+        trainer.train()
+    else:
+        run, optimizer, _ = begun(classifier(), steps=2)
+        for batch in run.batches():
+            run.step(batch)
+            optimizer.step()
+            save(run, run.save)
+    assert seen
+    assert not (tmp_path / "other").exists()
+    assert verify(tmp_path / "own").consistent

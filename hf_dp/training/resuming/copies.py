@@ -58,6 +58,8 @@ _LEFT: dict[_Known, tuple[_Left, ...]] = {}
 _AS_LEFT: Any = WeakTensorKeyDictionary()
 # By trainer all that its model keeps, by name, frozen or not: also for a model that was put in the place of that one.
 _BY_NAME: weakref.WeakKeyDictionary[Any, tuple[type, dict[str, _AsLeft | None]]] = weakref.WeakKeyDictionary()
+# By trainer the model of a training that has not come to its end.
+_AT_WORK: weakref.WeakKeyDictionary[Any, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def few_of(p: Tensor) -> Tensor | None:
@@ -98,6 +100,7 @@ class Leaving:
         self._before = frozenset(known for p in model.parameters() if (known := _known(p)) is not None)
         # While it is at work it is no end of another one: a checkpoint may have been read since.
         _BY_NAME.pop(owner, None)
+        _AT_WORK[owner] = weakref.ref(model)
         for p in model.parameters():
             if (left := _AS_LEFT.get(p)) is not None and left.who() is owner:
                 del _AS_LEFT[p]
@@ -123,6 +126,7 @@ class Leaving:
                 _AS_LEFT[value] = left
         if (trainer := self._who()) is not None:
             _BY_NAME[trainer] = type(self._model), noted
+            _AT_WORK.pop(trainer, None)
 
     def _as_left(self, value: Tensor) -> _AsLeft:
         known, steps = _AS_LEFT.get(value), self._ledger.steps
@@ -150,6 +154,8 @@ def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = 
     Raises:
         LedgerError: with the name of a parameter.
     """
+    if is_saved:
+        _refuse_another(model, trainer, what)
     kind, by_name = _BY_NAME.get(trainer, (None, {}))
     by_name = by_name if is_saved and type(model) is kind else {}
     states = states_of_adapters(model) if by_name else None
@@ -168,6 +174,21 @@ def refuse_moved(model: nn.Module, trainer: Any, what: str, *, is_saved: bool = 
             fix="save right after training (save_model(), or save() of a PrivateRun), and change a copy of the model, "
             "or what was saved; weights that are changed already can be saved without a record, by save_pretrained() "
             "of the model.",
+        )
+
+
+def _refuse_another(model: nn.Module, trainer: Any, what: str) -> None:
+    at_work = _AT_WORK.get(trainer)
+    if at_work is None or (own := at_work()) is None:
+        return
+    known = {id(p) for p in own.parameters()}  # also of what an adapter was merged into, or is a part
+    if (name := next((name for name, p in model.named_parameters() if id(p) not in known), None)) is not None:
+        raise LedgerError(
+            f"{what} in the middle of a training, of a model that is not the one that is trained ({name} is not its).",
+            why="it would be saved beside the record of a training that has not made it, and what has made it may have "
+            "seen private data.",
+            fix="put the trained model back in the place of that one (trainer.model, or model of a PrivateRun); save "
+            "another one without a record, by its save_pretrained().",
         )
 
 
