@@ -7,6 +7,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ KEY_FILE = "_hf_dp_fingerprint_key"
 _KEY_BYTES = 32
 _ROWS = 64
 _DEEP = 16
+# As many columns, or a multiple of that, are saved, whatever rows have.
+_SHOWN = 64
 
 #: The keyed digest of each column, by the keyed digest of its name; None of one that changes from one look to the next.
 Fingerprint = dict[str, str | None]
@@ -99,6 +102,30 @@ def _whose(units: UnitRows, key: bytes) -> Fingerprint:
 
 def _digest(value: bytes, key: bytes, size: int) -> str:
     return hashlib.blake2b(value, key=key, digest_size=size).hexdigest()
+
+
+def told_to_all(found: Fingerprint, key: bytes) -> Fingerprint:
+    """As it lies in checkpoints, which others may see: how many columns there are, and whether one changes, may follow
+    from a single row. `from_all` is the inverse."""
+    values = {name: _changing(name, key) if value is None else value for name, value in found.items()}
+    missing = -len(values) % _SHOWN
+    return dict(sorted({**values, **dict(islice(_nobodys(key), missing))}.items()))
+
+
+def from_all(saved: Fingerprint, key: bytes) -> Fingerprint:
+    """What `told_to_all` was given; of what was saved before it, itself."""
+    real = saved.items() - dict(_nobodys(key)).items()
+    return {name: None if value == _changing(name, key) else value for name, value in real}
+
+
+def _nobodys(key: bytes) -> Iterator[tuple[str, str]]:
+    """Names of columns that are none, and their digests."""
+    for name in (f"no column {number}".encode() for number in range(_SHOWN - 1)):
+        yield _digest(name, key, 8), _digest(name, key, 16)
+
+
+def _changing(name: str, key: bytes) -> str:
+    return _digest(f"{name} changes".encode(), key, 16)
 
 
 def compare(one: Fingerprint, two: Fingerprint) -> tuple[bool, int]:

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 import torch
 from datasets import Dataset
 
+from hf_dp.accounting import Ledger
 from hf_dp.data.fingerprint import KEY_FILE, compare, fingerprint, fingerprint_key
 from hf_dp.errors import ConfigurationError, LedgerError
+from hf_dp.training.resuming.resume import Fingerprints
 from tests.training.resuming.resumed import SAVED, STEPS, trainer
 from tests.training.workbench import rows
 
@@ -151,3 +154,37 @@ def test_no_secret_is_in_a_checkpoint(checkpointed: Path) -> None:
         content = file.read_bytes()
         assert key not in content
         assert key.hex().encode() not in content
+
+
+class OfAKind(torch.utils.data.Dataset[Any]):
+    """Rows of which the third has a column that no other has, or that changes from one look to the next."""
+
+    def __init__(self, **third: Any) -> None:
+        self.third = third
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        more = {name: value() for name, value in self.third.items()} if i == 2 else {}
+        return {"input_ids": [i], "labels": i, **more}
+
+
+def test_what_is_saved_does_not_tell_which_columns_a_row_has(tmp_path: Path) -> None:
+    plain, more, drawn = OfAKind(), OfAKind(rare=lambda: 1), OfAKind(rare=object)
+    saved = [Fingerprints().saved(Ledger(), data, tmp_path, None, None) for data in (plain, more, drawn)]
+    assert len({len(each.data or ()) for each in saved}) == 1
+    assert {(len(name), len(value or "")) for each in saved for name, value in (each.data or {}).items()} == {(16, 32)}
+    promise = {"unit": None}
+    for one, own in zip(saved, (plain, more, drawn), strict=True):
+        one = replace(one, ledger=Ledger(promise))
+        told = one.check(promise, own)
+        assert told is None if own is not drawn else (told or "").startswith("1 of 3 columns")
+        for other in (plain, more):
+            if other is not own and (own, other) != (drawn, more):  # of which nothing is to be compared
+                with pytest.raises(LedgerError, match="not the data"):
+                    one.check(promise, other)
+    key = fingerprint_key(tmp_path, create=False)
+    assert key
+    older = replace(saved[1], data=fingerprint(more, key), ledger=Ledger(promise))  # as it was saved before
+    assert older.check(promise, more) is None

@@ -18,7 +18,15 @@ import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
 from hf_dp.accounting.earlier import is_of_earlier
 from hf_dp.config import PrivacyConfig
-from hf_dp.data.fingerprint import KEY_FILE, Fingerprint, compare, fingerprint, fingerprint_key
+from hf_dp.data.fingerprint import (
+    KEY_FILE,
+    Fingerprint,
+    compare,
+    fingerprint,
+    fingerprint_key,
+    from_all,
+    told_to_all,
+)
 from hf_dp.errors import LedgerError
 from hf_dp.hub.checkpoint import refuse_disagreement, seal
 from hf_dp.hub.record import DEEPEST, RECORD_FILE, PrivacyRecord, is_deep
@@ -119,7 +127,8 @@ class SavedRun:
         if self.key is None or self.data is None:
             what = "The data could not be compared with the checkpoint's (no fingerprint or no key to it)"
             return f"{what}: see that it is the same, and copy _hf_dp_fingerprint_key beside the checkpoints."
-        differs, unknown = compare(self.data, fingerprint(dataset, self.key, promise.get("unit")))
+        saved = from_all(self.data, self.key)
+        differs, unknown = compare(saved, fingerprint(dataset, self.key, promise.get("unit")))
         if differs:
             raise LedgerError(
                 "the training data is not the data that the checkpoint was trained on.",
@@ -128,7 +137,7 @@ class SavedRun:
             )
         if unknown:
             return (
-                f"{unknown} of {len(self.data)} columns of the data could not be compared with the checkpoint's: they "
+                f"{unknown} of {len(saved)} columns of the data could not be compared with the checkpoint's: they "
                 "change from one look to the next. That it is the same data is your word."
             )
         return None
@@ -151,7 +160,7 @@ class Fingerprints:
         """What the next checkpoint in `output_dir` will know; see `SavedRun`. Every rank may ask, and one writes."""
         key = fingerprint_key(output_dir, create=True) if ranks.rank() == 0 else None
         if not self._known and dataset is not None:
-            self._known.append(fingerprint(dataset, key, unit) if key else None)
+            self._known.append(told_to_all(fingerprint(dataset, key, unit), key) if key else None)
         return SavedRun(ledger, self._known[0] if self._known else None, key, values)
 
 
