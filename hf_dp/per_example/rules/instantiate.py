@@ -46,7 +46,13 @@ def instantiating(name: str, bind: Callable[..., Bound], function: Function, *, 
             found = pull(gradient.to(output.dtype))
             return *(found[0][role] for role in roles), *found[1:]
 
-        found = torch.func.vmap(one)(axis.rows(_lifted(saved[0], common)), axis.rows(gradient))
+        rows = axis.rows(_lifted(saved[0], common)), axis.rows(gradient)
+        try:
+            found = torch.func.vmap(one)(*rows)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # a kernel that takes one example, and not all at once
+            found = tuple(map(torch.stack, zip(*map(one, *rows), strict=True)))
         factors: dict[str, Factors | None] = {r: PerExample(g) for r, g in zip(roles, found, strict=False)}
         return found[-1].reshape(saved[0].shape) if needs_input else None, factors
 

@@ -60,6 +60,22 @@ def test_exact(name: str, size: int) -> None:
     assert relative_error(record(model, square, data), loop(model, square, data)) <= 1e-12
 
 
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv1d(4, 4, 3, padding="same"),
+        nn.Conv1d(4, 4, 4, groups=2, padding=2),
+        nn.Conv1d(4, 6, 5, groups=2, padding="same"),
+    ],
+)
+def test_convolutions_over_one_point_in_time(layer: nn.Module, size: int) -> None:
+    """In float64 torch has no kernel for several of them at once."""
+    model = Small(lambda m, x: m.layer(m.first(x).mT).cos(), first=nn.Linear(4, 4), layer=copy.deepcopy(layer))
+    certificate, data = preflight(model, square, batch(4, 3, 4)), batch(size, 1, 4)
+    assert relative_error(record(model, square, data, certificate=certificate), loop(model, square, data)) <= 1e-12
+
+
 def code_of_the_tutorial() -> dict[str, Any]:
     text = (Path(__file__).resolve().parents[3] / "docs" / "rules.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
