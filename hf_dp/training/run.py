@@ -260,8 +260,7 @@ class Run:
             HfDpError: another optimizer stepped.
             ConfigurationError: the weights are lost.
         """
-        assert self._written is not None
-        assert self._magnitudes is not None
+        assert self._written is not None and self._magnitudes is not None
         assert self._leaving is not None
         self._leaving.after_step()
         self._written.refuse_untaken()
