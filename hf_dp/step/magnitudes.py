@@ -111,12 +111,16 @@ class Magnitudes:
                 *(q, n * q, n, drawn_are(plan.config), expected, n * q / expected),
             )
 
-    def refuse_lost_weights(self, model: nn.Module, learning_rate: float) -> None:
+    def after_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Looks at the weights after a step. All ranks call it together.
 
         Raises:
             ConfigurationError: they are no numbers, or larger than those of any model.
         """
+        self._refuse_lost_weights(model, optimizer.param_groups[0]["lr"])
+        self._warn_of_still_weights(optimizer)
+
+    def _refuse_lost_weights(self, model: nn.Module, learning_rate: float) -> None:
         size = self._root_mean_square(model)
         if not size <= self._limit:
             raise ConfigurationError(
@@ -125,7 +129,7 @@ class Magnitudes:
                 fix="begin again with a smaller learning rate. The steps that were made stay in the ledger.",
             )
 
-    def warn_of_still_weights(self, optimizer: torch.optim.Optimizer) -> None:
+    def _warn_of_still_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Looks, a few steps after the first, whether they have moved anything: all of them have noise.
 
         In a warm-up they need not yet. What no gradient moves, whatever it is, was not released from the data.

@@ -260,12 +260,12 @@ class Run:
             HfDpError: another optimizer stepped.
             ConfigurationError: the weights are lost.
         """
-        assert self._written is not None and self._magnitudes is not None
+        assert self._written is not None
+        assert self._magnitudes is not None
         assert self._leaving is not None
         self._leaving.after_step()
         self._written.refuse_untaken()
-        self._magnitudes.refuse_lost_weights(self.model, optimizer.param_groups[0]["lr"])
-        self._magnitudes.warn_of_still_weights(optimizer)
+        self._magnitudes.after_step(self.model, optimizer)
         for part in self.parts.values():
             part.after_optimizer_step(optimizer)
         self._clock.stepped()
