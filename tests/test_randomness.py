@@ -151,7 +151,7 @@ def test_failure_41_a_gap_of_nothing_that_numpy_can_draw_draws_nobody_twice() ->
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forked processes here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_process_that_was_forked_draws_others_of_its_own() -> None:
+def test_failure_144_a_process_that_was_forked_draws_others_of_its_own() -> None:
     def drawn(entropy: Entropy) -> bytes:
         return entropy.generator("sampling", 0).bytes(16)
 

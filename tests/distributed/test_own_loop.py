@@ -56,6 +56,6 @@ def test_ranks_that_do_not_do_the_same_are_refused(tmp_path: Path, pair: Gang) -
 
 
 @pytest.mark.slow
-def test_a_run_that_was_made_before_its_process_group_is_refused(tmp_path: Path, pair: Gang) -> None:
+def test_failure_140_a_run_that_was_made_before_its_process_group_is_refused(tmp_path: Path, pair: Gang) -> None:
     for said in pair.run(made_too_early, str(tmp_path)):
         assert "made as one of 1 process" in said

@@ -336,7 +336,7 @@ def test_a_run_that_lacks_something_is_told_what() -> None:
         PrivateRun(*range(9))  # type: ignore[arg-type, misc]
 
 
-def test_a_run_that_was_made_before_its_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_140_a_run_that_was_made_before_its_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = classifier()
     run = a_run(model)
     monkeypatch.setattr(ranks, "world_size", lambda: 2)

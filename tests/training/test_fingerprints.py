@@ -170,7 +170,7 @@ class OfAKind(torch.utils.data.Dataset[Any]):
         return {"input_ids": [i], "labels": i, **more}
 
 
-def test_what_is_saved_does_not_tell_which_columns_a_row_has(tmp_path: Path) -> None:
+def test_failure_146_what_is_saved_does_not_tell_which_columns_a_row_has(tmp_path: Path) -> None:
     plain, more, drawn = OfAKind(), OfAKind(rare=lambda: 1), OfAKind(rare=object)
     saved = [Fingerprints().saved(Ledger(), data, tmp_path, None, None) for data in (plain, more, drawn)]
     assert len({len(each.data or ()) for each in saved}) == 1

@@ -137,7 +137,9 @@ def test_what_is_tied_is_there_once_as_safetensors_reads_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("loop", ["trainer", "own"])
-def test_another_model_in_the_place_of_the_trained_one_is_not_saved_in_the_middle(tmp_path: Path, loop: str) -> None:
+def test_failure_143_another_model_in_the_place_of_the_trained_one_is_not_saved_in_the_middle(
+    tmp_path: Path, loop: str
+) -> None:
     """At the end of a training it is held against what that has left."""
     other, seen = classifier(), list[int]()
 

@@ -84,7 +84,7 @@ def then_stepped(way: Any, optimizer: Any, state: Any) -> None:
 
 @pytest.mark.parametrize("way", [loaded, put_in_place, written_over])
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_state_that_comes_of_another_training_between_the_steps_is_refused(way: Any, at: int) -> None:
+def test_failure_142_a_state_that_comes_of_another_training_between_the_steps_is_refused(way: Any, at: int) -> None:
     """Where the optimizer has a state by then: before its first step there is nothing to write over."""
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -346,7 +346,7 @@ def test_weights_that_an_adapters_checkpoint_does_not_bring_back_are_not_left_ou
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_after_a_training_a_step_with_rows_of_other_data_is_refused_and_not_charged_as_its_own(
+def test_failure_141_after_a_training_a_step_with_rows_of_other_data_is_refused_and_not_charged_as_its_own(
     tmp_path: Path, is_interrupted: bool
 ) -> None:
     class Interrupting(TrainerCallback):

@@ -112,7 +112,7 @@ def test_of_each_other_training_its_rows_are_looked_at_once(tmp_path: Path, monk
     assert sum(one is parts["train"] for one, _ in asked) <= 3  # not for each parameter
 
 
-def test_a_second_training_from_one_checkpoint_is_told_of_the_steps_of_the_first(
+def test_failure_145_a_second_training_from_one_checkpoint_is_told_of_the_steps_of_the_first(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = make(tmp_path, privacy=of(), max_steps=3, save_strategy="steps", save_steps=2)
