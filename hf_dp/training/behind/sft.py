@@ -64,7 +64,7 @@ class Sft(Trl):
             f"a training dataset of which no row is left, once TRL has cut each to max_length={most}.",
             why="it leaves out rows of which no word that is learnt is left, as where a prompt alone is longer; so "
             "there is nothing to draw from.",
-            fix="give a larger max_length; SFTConfig(truncation_mode='keep_end') keeps the ends of rows, with answers.",
+            fix="give a larger max_length, or cut prompts before, so that answers are left.",
         )
 
     def conflicts(self, own_loss: bool) -> Conflicts:
