@@ -58,17 +58,6 @@ REFUSED: dict[str, tuple[Small, str]] = {
         ),
         "inplace=False",
     ),
-    "time-major, folded": (
-        Small(
-            lambda m, x: m.linear(x.transpose(0, 1).flatten(0, 1)).view(x.shape[1], -1, 4).transpose(0, 1).cos(),
-            linear=nn.Linear(4, 4),
-        ),
-        "linear",
-    ),
-    "chosen and rejected in one batch": (
-        Small(lambda m, x: torch.mul(*torch.tanh(m.linear(torch.cat([x, 2 * x]))).chunk(2)), linear=nn.Linear(4, 4)),
-        "linear",
-    ),
     "data as the summand of addmm": (
         Small(
             lambda m, x: torch.addmm(m.linear(x[:, 0]), x[:, 1], m.w),

@@ -55,7 +55,18 @@ def repeated(m: Any, x: Tensor) -> Tensor:
     return made
 
 
-WAYS: list[Callable[[Any, Tensor], Tensor]] = [time_first, copied, shifted, by_steps, stacked, repeated]
+def of_the_batch(m: Any, x: Tensor) -> Tensor:
+    rows = m.head(x.transpose(0, 1).flatten(0, 1)).view(x.shape[1], -1, 3).transpose(0, 1)
+    return m.first(x).mean(2, keepdim=True) * rows.cos()
+
+
+def chosen_and_rejected(m: Any, x: Tensor) -> Tensor:
+    return torch.mul(*torch.tanh(m.head(m.first(torch.cat([x, 2 * x])))).chunk(2))
+
+
+WAYS: list[Callable[[Any, Tensor], Tensor]] = [
+    time_first, copied, shifted, by_steps, stacked, repeated, of_the_batch, chosen_and_rejected,
+]  # fmt: skip
 
 
 def made(way: Callable[[Any, Tensor], Tensor]) -> Small:
