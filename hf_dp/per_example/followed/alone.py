@@ -144,7 +144,7 @@ class Alone:
         if joined is None or None in found:  # nobody knows which of these rows are whose
             return [*owned, *(Owned(one, True, False) for one in made)]
         if is_each and (len(op.output) != size if joined.axis else is_own):
-            axes.note(op.output, joined.axis)
+            axes.note(op.output, joined.axis, sure=False)
         elif joined.axis and is_own and is_each:  # with as many positions as examples, nobody knows which is which
             return owned
         if is_own:

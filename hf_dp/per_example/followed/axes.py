@@ -6,7 +6,7 @@ and of anything else it is where it was, if all axes before it are as long. Only
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 # Where the arguments of what works along one axis have that axis, and which it is where they leave it out; () of what
 # knows no axis.
 Place = tuple[int, int | None] | tuple[()]
+# Whether the axes of what an operation was given, up to one of them, are the first ones of what it made.
+Keeps = Callable[[Tensor, int, Tensor], bool]
 
 
 class Axes:
-    """Of the data of one forward pass, the axis of the examples if it is not the first."""
+    """Of the data of one forward pass, the axis of the examples if it is not the first.
 
-    def __init__(self, batch_size: int) -> None:
+    Args:
+        batch_size: B.
+        batch: its tensors.
+    """
+
+    def __init__(self, batch_size: int, batch: Iterable[Tensor] = ()) -> None:
         self._batch_size = batch_size
         # None of what is of some examples alone, whose sizes tell nothing.
         self._axes: Any = WeakIdKeyDictionary()
-        # Of which sizes alone tell that, which are others in other micro-batches.
-        self._unsure: Any = WeakIdKeyDictionary()
+        # Of which all operations tell that, from the batch on. Sizes are others in other micro-batches.
+        self._sure: Any = WeakIdKeyDictionary()
+        self._sure.update((one, None) for one in batch)
         # What got another axis, of as many, before that of the examples maybe.
         self._unclear: Any = WeakIdKeyDictionary()
 
@@ -54,26 +62,27 @@ class Axes:
     def note(self, tensor: Tensor, axis: int, sure: bool = True) -> None:
         """Takes note that the examples lie there; whether more than sizes tells so."""
         self._axes[tensor] = axis
-        self._unsure.pop(tensor, None)
-        if not sure:
-            self._unsure[tensor] = None
+        self._note_sure(tensor, sure)
 
-    def follow(self, given: Iterable[Tensor], made: Iterable[Tensor]) -> None:
-        """Notes of what an operation `made` where the axis is that it had in data which was `given`."""
-        given = list(given)
+    def follow(self, given: Sequence[Tensor], made: Iterable[Tensor], keeps: Keeps = lambda *_: False) -> None:
+        """Notes of what an operation, which `keeps` axes, `made` where the axis is that it had in data which was
+        `given`."""
+        made = list(made)
+        for one in (one for one in made if any(one is a for a in given)):  # its axes may have been turned in place
+            self._note_sure(one, self.is_sure(one) and keeps(one, self.of(one), one))
         known = [(one, axis) for one in given if (axis := self._known(one)) is not None]
         if not known and any(self._is_part(one) for one in given):
             self._axes.update((one, None) for one in made)
             return
-        if not any(axis for _, axis in known):
-            made = [one for one in made if one._base is not None]
+        is_first = not any(axis for _, axis in known)
         for one in made:
-            pairs = [(k, s) for s, axis in known if (k := self._after(s, axis, one)) is not None]
-            found = [k for k, _ in pairs]
+            if sure := [k for s, axis in known if (k := self._surely_after(s, axis, one, keeps)) is not None]:
+                self.note(one, max(sure))
+            if one in self._sure or (is_first and one._base is None):
+                continue
+            found = [k for source, axis in known if (k := self._after(source, axis, one)) is not None]
             if any(found):
                 self._axes[one] = max(found)
-                if not any(k == max(found) and self.is_sure(source) for k, source in pairs):
-                    self._unsure[one] = None
             elif any(self._is_left_out(source, axis, one) for source, axis in known):
                 self._axes[one] = None
 
@@ -83,7 +92,20 @@ class Axes:
 
     def is_sure(self, tensor: Tensor) -> bool:
         """Whether more than sizes tells which axis it is."""
-        return tensor not in self._unsure and (tensor in self._axes or not self.of(tensor))
+        return tensor in self._sure
+
+    def _note_sure(self, tensor: Tensor, sure: bool) -> None:
+        if sure:
+            self._sure[tensor] = None
+        else:
+            self._sure.pop(tensor, None)
+
+    def _surely_after(self, source: Tensor, axis: int, made: Tensor, keeps: Keeps) -> int | None:
+        if not self.is_sure(source):
+            return None
+        if made is not source and _is_view(made, source):
+            return self._after(source, axis, made)
+        return axis if made.shape[: axis + 1] == source.shape[: axis + 1] and keeps(source, axis, made) else None
 
     def follow_unclear(self, given: Sequence[Tensor], made: Iterable[Tensor], is_joined: bool) -> None:
         """Notes what an operation `made`, that `is_joined` of pieces or not, of which nobody knows which axis leads."""
@@ -111,9 +133,7 @@ class Axes:
         """Notes where the axis of `pieces` is once they are stacked along a `new` one."""
         axes = {self._known(one) for one in pieces}
         if len(axes) == 1 and (axis := axes.pop()) is not None:
-            self._axes[made] = axis + (new % made.dim() <= axis)
-            if not all(map(self.is_sure, pieces)):
-                self._unsure[made] = None
+            self.note(made, axis + (new % made.dim() <= axis), all(map(self.is_sure, pieces)))
 
     def _is_part(self, tensor: Tensor) -> bool:
         return self._axes.get(tensor, 0) is None

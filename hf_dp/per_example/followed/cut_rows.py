@@ -92,7 +92,7 @@ class CutRows:
         if op.name in JOINING:
             if not all(one in self and self.of(one)[0] == axis for one in op.picked_of):
                 return None
-            self._axes.note(made[0], axis)
+            self._axes.note(made[0], axis, all(map(self._axes.is_sure, op.picked_of)))
             return self.are_whole(op.picked_of)
         source = op.source
         if op.name not in CHOOSING or source is None or source.shape[axis] != size:
@@ -103,7 +103,7 @@ class CutRows:
             return None
         place = in_order(found[0], size)
         if place is not None:
-            self._axes.note(made[0], place)
+            self._axes.note(made[0], place, self._axes.is_sure(source))
         elif found[0].numel() and size not in found[0].shape:
             self.note(made[0], 0, found[0].reshape(len(found[0]), -1)[:, 0])
             return None

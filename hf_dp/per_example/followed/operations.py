@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hf_dp.per_example.followed.picking import Operation
+from hf_dp.per_example.followed.picking import CATS, Operation
+from hf_dp.per_example.watched import tensors_in
 
 # Each row of what they give follows from that row of their first argument, and of others with as many.
 _ELEMENTWISE = frozenset(
@@ -37,6 +38,14 @@ _ALONG_OTHERS = {
     "log_softmax": 1,
     "flatten": 1,
 }
+# What leads in their first argument does so in what they give first, whatever follows it.
+_LEADING = frozenset(
+    (
+        *("linear", "embedding", "softmax", "log_softmax", "normalize", *_NORMS, "batch_norm", "group_norm", "pad"),
+        *("lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward", "scaled_dot_product_attention"),
+    )
+)
+_CONVOLUTIONS, _REDUCTIONS = ("conv1d", "conv2d", "conv3d"), ("sum", "mean")
 _PRODUCTS = ("matmul", "__matmul__", "mm")
 
 
@@ -48,6 +57,28 @@ def is_elementwise(name: str) -> bool:
 def keeps_axes(name: str) -> bool:
     """Whether what an operation gives has as many axes as its first argument, and as others beside it."""
     return name not in _ALONG_OTHERS and name != "embedding"
+
+
+def leads_alike(op: Operation, given: Tensor, axis: int, made: Tensor) -> bool:
+    """Whether the axes of what an operation was given, up to one, are the first ones of what it made, whatever sizes
+    there are."""
+    name, args = op.name, op.args
+    if is_elementwise(name):
+        return given.dim() == made.dim()
+    if name in CATS:
+        along = op.axis_at(1)
+        return given.dim() == made.dim() and isinstance(along, int) and along % made.dim() != axis
+    if given is not op.source or made is not next(iter(tensors_in(op.output)), None):
+        return False
+    if name in _PRODUCTS:
+        return given.dim() > 1 and len(args) > 1 and isinstance(args[1], Tensor) and args[1].dim() == 2
+    if name in _CONVOLUTIONS:
+        return not axis and len(args) > 1 and isinstance(args[1], Tensor) and args[1].dim() == given.dim()
+    if name in _REDUCTIONS:
+        axes = op.kwargs.get("dim", args[1] if len(args) > 1 else None)
+        several = axes if isinstance(axes, (tuple, list)) else [axes]
+        return bool(several) and all(isinstance(one, int) and one % given.dim() > axis for one in several)
+    return name in _LEADING
 
 
 def works_by_rows(op: Operation) -> bool:

@@ -8,6 +8,7 @@ against those of positions besides (`reading.py`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ from hf_dp.per_example.followed.alone import Alone
 from hf_dp.per_example.followed.axes import Axes, is_mask
 from hf_dp.per_example.followed.copies import RowCopies
 from hf_dp.per_example.followed.cut_rows import CutRows
+from hf_dp.per_example.followed.operations import leads_alike
 from hf_dp.per_example.followed.picking import (
     CHOOSING,
     JOINING,
@@ -62,7 +64,7 @@ class Picked(TorchFunctionMode):
         self._within: tuple[str | None, bool | None] = None, None
         self._batch_size, self._images = batch_size, images
         self.through, self.alone = ThroughViews(batch_size), Alone(batch_size)
-        self.axes, self.copies = Axes(batch_size), RowCopies(set() if inferred is None else inferred)
+        self.axes, self.copies = Axes(batch_size, self._data), RowCopies(set() if inferred is None else inferred)
         self._owners, self.reshaped = CutRows(batch_size, self.axes), Reshaped(batch_size)
 
     def __torch_function__(
@@ -93,7 +95,7 @@ class Picked(TorchFunctionMode):
                 op = Operation.of(func, args, kwargs, pieces)
                 moved = self.reshaped.follow(op, op.source is not None and self._is_in_order(op.source))
                 for one in (made for made in tensors_in(output) if id(made) in moved):
-                    self.axes.note(one, moved[id(one)])
+                    self.axes.note(one, moved[id(one)], op.source is not None and self.axes.is_sure(op.source))
                 self._follow(op, given, data, known, by)
                 self._follow_alone(op, data, is_new)
         return iter(pieces) if func is Tensor.__iter__ else output
@@ -124,7 +126,7 @@ class Picked(TorchFunctionMode):
         self, op: Operation, given: list[Tensor], data: list[Tensor], known: list[bool], by: str | None
     ) -> None:
         """Notes what becomes of `data`, from what was known of all that was `given`."""
-        self.axes.follow(data, made := tensors_in(op.output))
+        self.axes.follow(data, made := tensors_in(op.output), functools.partial(leads_alike, op))
         self.axes.follow_unclear(data, made, op.name in JOINING or op.name in STACKING)
         if op.name in MAKING:
             return

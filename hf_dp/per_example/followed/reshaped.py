@@ -38,7 +38,7 @@ class Reshaped:
             is_in_order: whether that, if it has a row for each example, is known to have them in order.
 
         Returns:
-            Of what was made, by its identity, along which axis the examples lie, where it is not the first.
+            Of what was made, by its identity, along which axis the examples lie.
         """
         source, others = op.source, dict[int, int]()
         if source is None or op.is_in_place:
@@ -51,7 +51,7 @@ class Reshaped:
             found = self._followed(op, source, made, axis)
             if found is not None and made.dim() and made is not source:
                 self._known[made] = found, writes(made)
-                others |= {id(made): found} if found else {}
+                others[id(made)] = found
         return others
 
     def has(self, tensor: Tensor) -> bool:

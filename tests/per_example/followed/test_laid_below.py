@@ -121,3 +121,57 @@ def test_not_where_numpy_has_put_them_there() -> None:
     model = Small(through_numpy, head=nn.Linear(4, 3))
     with pytest.raises(HfDpError):
         preflight(model, square, batch(3, LENGTH, 4))
+
+
+def turned(m: Any, x: Tensor) -> Tensor:
+    """Examples first again, by what is no view."""
+    return torch.einsum("tbh,hk->btk", m.first(x).transpose(0, 1), _mixing(x)).reshape(-1, 4)
+
+
+def turned_twice(m: Any, x: Tensor) -> Tensor:
+    return torch.einsum("bth,hk->tbk", m.first(x), _mixing(x)).transpose(0, 1).reshape(-1, 4)
+
+
+def turned_in_place(m: Any, x: Tensor) -> Tensor:
+    return m.first(x).transpose(0, 1).clone().transpose_(0, 1).reshape(-1, 4)  # type: ignore[no-any-return]
+
+
+def _mixing(x: Tensor) -> Tensor:
+    return torch.eye(4, dtype=x.dtype) + 0.25
+
+
+def some(m: Any, rows: Tensor, x: Tensor) -> Tensor:
+    """The head on some rows, whose these are is followed."""
+    chosen, made = x[..., 0].flatten() > -0.5, torch.zeros_like(rows)
+    made[chosen] = torch.tanh(m.head(rows[chosen]))
+    return made
+
+
+def every(m: Any, rows: Tensor, x: Tensor) -> Tensor:
+    """The head on all rows, beside others that are followed."""
+    return torch.tanh(m.head(rows)) + some(m, m.first(x).reshape(-1, 4), x)
+
+
+@pytest.mark.parametrize("use", [some, every])
+@pytest.mark.parametrize("way", [turned, turned_twice, turned_in_place])
+def test_as_many_points_in_time_as_examples_are_no_examples(way: Any, use: Any) -> None:
+    model = Small(
+        lambda m, x: use(m, way(m, x), x).view(*x.shape).square().mean(1), first=nn.Linear(4, 4), head=nn.Linear(4, 4)
+    )
+    certificate = preflight(model, square, batch(3, LENGTH, 4))
+    for size, length in ((2, 2), (4, 4), (LENGTH, LENGTH), (4, LENGTH), (8, 4)):
+        data = batch(size, length, 4)
+        found = record(model, square, data, certificate=certificate)
+        assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
+def test_what_a_loop_puts_side_by_side_is_refused_before_anything_is_spent() -> None:
+    """And not once there are as many points in time as examples."""
+
+    def padded(m: Any, x: Tensor) -> Tensor:
+        rows = torch.tanh(nn.utils.rnn.pad_sequence(list(m.first(x)))).view(-1, 4)
+        found: Tensor = m.head(rows).view(x.shape[1], len(x), -1).transpose(0, 1)
+        return found
+
+    with pytest.raises(HfDpError):
+        preflight(made(padded), square, batch(3, LENGTH, 4))
