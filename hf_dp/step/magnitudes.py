@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,14 +118,14 @@ class Magnitudes:
         Raises:
             ConfigurationError: they are no numbers, or larger than those of any model.
         """
-        self._refuse_lost_weights(model, optimizer.param_groups[0]["lr"])
+        self._refuse_lost_weights(model, _rate_of(optimizer))
         self._warn_of_still_weights(optimizer)
 
-    def _refuse_lost_weights(self, model: nn.Module, learning_rate: float) -> None:
+    def _refuse_lost_weights(self, model: nn.Module, rate: str) -> None:
         size = self._root_mean_square(model)
         if not size <= self._limit:
             raise ConfigurationError(
-                f"after this step with learning_rate={learning_rate:g} the trained weights are of size {size:.3g}.",
+                f"after this step with {rate} the trained weights are of size {size:.3g}.",
                 why="they are no model any more, and every further step would spend budget on nothing.",
                 fix="begin again with a smaller learning rate. The steps that were made stay in the ledger.",
             )
@@ -134,9 +135,12 @@ class Magnitudes:
 
         In a warm-up they need not yet. What no gradient moves, whatever it is, was not released from the data.
         """
-        rates = [(float(group["lr"]), float(group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups]
+        rates = [
+            (now, group.get("initial_lr")) for group in optimizer.param_groups if (now := _rate(group)) is not None
+        ]
         self._steps += 1
-        is_late = self._steps >= self._planned or (self._steps >= _AFTER and all(2 * now >= top for now, top in rates))
+        is_warm = all(2 * now >= float(now if top is None else top) for now, top in rates)
+        is_late = self._steps >= self._planned or (self._steps >= _AFTER and is_warm)
         if not self._before or not is_late:
             return
         moved = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -146,15 +150,26 @@ class Magnitudes:
         if count and len(alike) == len(pairs) and count - sum(map(float, alike)) < _MOVED * count:
             ranks.warn(
                 logger,
-                "After %d steps with noise hardly any trained weight is another than before (learning_rate=%.3g): "
+                "After %d steps with noise hardly any trained weight is another than before (%s): "
                 "what a step would add is less than their numbers hold, so budget is spent on nothing. Choose a larger "
                 "learning rate, or keep weights in float32.",
-                *(self._steps, max(now for now, _ in rates)),
+                *(self._steps, _rate_of(optimizer)),
             )
 
     def _root_mean_square(self, model: nn.Module) -> float:
         held = [(p, local(p.detach())) for p in parameters_of(model) if p.requires_grad]
         return float(total_norm(held)) / math.sqrt(max(1, self._count))
+
+
+def _rate(group: Mapping[str, Any]) -> float | None:
+    """Of some optimizers it is none that they are given: of Adafactor by relative steps, say."""
+    found = group.get("lr")
+    return None if found is None else float(found)
+
+
+def _rate_of(optimizer: torch.optim.Optimizer) -> str:
+    rates = [rate for group in optimizer.param_groups if (rate := _rate(group)) is not None]
+    return f"learning_rate={max(rates):.3g}" if rates else "the rate that the optimizer chose"
 
 
 def _few_of(p: nn.Parameter) -> torch.Tensor:

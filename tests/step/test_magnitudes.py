@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Adafactor, TrainerCallback
 
 from hf_dp import PrivacyConfig
 from hf_dp.errors import ConfigurationError
@@ -18,6 +18,7 @@ from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.magnitudes import Magnitudes
 from hf_dp.step.plan import Plan
 from hf_dp.training.resuming import output_lock
+from tests.training.own_loops import a_run
 from tests.training.workbench import classifier, make, parameters, private, rows, same
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -84,6 +85,51 @@ def test_steps_that_move_nothing_are_warned_of_once(
         **options,
     ).train()  # fmt: skip
     assert sum("hardly any trained weight is another" in message for message in caplog.messages) == times
+
+
+class WithoutRate(torch.optim.Optimizer):
+    """Moves weights by a rate that is in none of its groups."""
+
+    def __init__(self, params: Any, by: float) -> None:
+        self.by = by
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(self.by * p.grad)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "times"),
+    [
+        (lambda p: Adafactor(p, relative_step=True, warmup_init=True), 0),
+        (lambda p: WithoutRate(p, 1e-2), 0),
+        (lambda p: WithoutRate(p, 1e-14), 1),
+    ],
+)
+def test_optimizers_that_are_given_no_rate_go_on(make_optimizer: Any, times: int, caplog: Any) -> None:
+    model = classifier()
+    run = a_run(model, private(noise_multiplier=1.0), steps=5)
+    run.begin(optimizer := make_optimizer(model.parameters()))
+    for item in run.batches():
+        run.step(item)
+        optimizer.step()
+    assert run.global_step == 5
+    said = "hardly any trained weight is another than before (the rate that the optimizer chose)"
+    assert sum(said in message for message in caplog.messages) == times
+
+
+def test_an_optimizer_without_a_rate_stops_where_weights_are_lost() -> None:
+    model = classifier()
+    run = a_run(model, private(noise_multiplier=1.0), steps=5)
+    run.begin(optimizer := WithoutRate(model.parameters(), 1e30))
+    run.step(next(iter(run.batches())))
+    with pytest.raises(
+        ConfigurationError, match="with the rate that the optimizer chose the trained weights are of size"
+    ):
+        optimizer.step()
 
 
 def test_weights_that_a_callback_makes_infinite_stop_the_training(tmp_path: Path) -> None:

@@ -133,9 +133,9 @@ class AttentionNoise(Part):
             self._compare_with_a_step(optimizer)
 
     def _compare_with_a_step(self, optimizer: torch.optim.Optimizer) -> None:
-        groups = optimizer.param_groups
-        warming_up = any(group["lr"] < 0.9 * group.get("initial_lr", group["lr"]) for group in groups)
-        if warming_up or not isinstance(plain_optimizer(optimizer), _KNOWN):
+        if not isinstance(plain_optimizer(optimizer), _KNOWN):  # others need have no rate
+            return
+        if any(group["lr"] < 0.9 * group.get("initial_lr", group["lr"]) for group in optimizer.param_groups):
             return
         self._compared = True
         tables = {id(table) for table in token_tables(self._model)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import TrainerCallback, default_data_collator
+from transformers import Adafactor, TrainerCallback, default_data_collator
 
 from hf_dp import ReAttentionConfig
 from hf_dp.errors import ConfigurationError
@@ -17,7 +18,8 @@ from hf_dp.hub import verify
 from hf_dp.parts.re_attention import installed
 from tests.architectures import VOCABULARY
 from tests.parts.re_attention.budget import budgeted
-from tests.training.workbench import EXPECTED, ROWS, make, parameters, private, rows, same
+from tests.training.own_loops import a_run
+from tests.training.workbench import EXPECTED, ROWS, classifier, make, parameters, private, rows, same
 from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -69,6 +71,17 @@ def test_paper_errors_that_scale_brings_down_are_not_warned_of(
 ) -> None:
     budgeted(tmp_path, ReAttentionConfig(scale=1e-3), optim="sgd", learning_rate=1e-3).train()
     assert "ReAttentionConfig(error='accumulated')" not in caplog.text
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_is_given_no_rate_is_compared_with_nothing() -> None:
+    model = classifier()
+    run = a_run(model, private(re_attention=ReAttentionConfig(token_frequencies="uniform")))
+    run.begin(optimizer := Adafactor(model.parameters()))
+    for item in itertools.islice(run.batches(), 2):
+        run.step(item)
+        optimizer.step()
+    assert run.global_step == 2
 
 
 @pytest.mark.parametrize(("error", "limit", "steps"), [("paper", 1e-3, 1), ("accumulated", 1e-12, 2)])
