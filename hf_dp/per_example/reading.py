@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.followed.axes import is_plainly_folded
 from hf_dp.per_example.followed.copies import Copy
 from hf_dp.per_example.followed.rows import FollowedRows
@@ -180,17 +181,24 @@ class Reader(FollowedRows):
         elif self._picked is not None and self._picked.reshaped.has(given):
             self.counts.add_plain(each, given.shape[1:-1])
             self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
-        elif self.routes.is_restored(given):  # repeated, say
-            self.follow()
         elif given.numel() and self.batch_size > 1:
-            what = f"operation {operation} on an input of shape {tuple(given.shape)}"
-            by = None if self._picked is None else self._picked.picked_by(given)
-            # As many images of each may be more of each than in the check, which had one.
-            if by is not None or self.counts.images != [each] * self.batch_size:
-                self._refuse_picked(what, parameters, by)
-            if not self.counts.is_even(each, given.shape[1:]):
-                self._unreadable(operation, given, parameters, _PACKED)
-            self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
+            try:
+                self._check_number(operation, given, parameters, each)
+            except UnsupportedModelError:
+                if not self.routes.is_restored(given):
+                    raise
+                self.follow()  # only here: it takes time, and waits for a device
+
+    def _check_number(self, operation: str, given: Tensor, parameters: list[str], each: int) -> None:
+        """Refuses rows of which `each` on average need not be as many of each example."""
+        what = f"operation {operation} on an input of shape {tuple(given.shape)}"
+        by = None if self._picked is None else self._picked.picked_by(given)
+        # As many images of each may be more of each than in the check, which had one.
+        if by is not None or self.counts.images != [each] * self.batch_size:
+            self._refuse_picked(what, parameters, by)
+        if not self.counts.is_even(each, given.shape[1:]):
+            self._unreadable(operation, given, parameters, _PACKED)
+        self.inferred.update(Use(operation, name, INFERRED, given.dim()) for name in parameters)
 
     def note_copies(self, operation: str, parameters: list[str], made: Tensor, rows: int) -> None:
         """Takes note of copies of parameters for so many rows; which rows these are is seen where they come to some."""

@@ -72,7 +72,9 @@ class Results:
         pieces, place = op.picked_of, op.join
         if self._enter is None or place != (0, False) or not any(map(self._is_data, pieces)):
             return known
-        return known | {id(one): self._enter(one) for one in pieces if known.get(id(one)) is None}
+        # Of pieces with a row for each example: what is put together of other parts need not be followed for that.
+        whole = [one for one in pieces if known.get(id(one)) is None and one.shape[:1] == (self._batch_size,)]
+        return known | {id(one): self._enter(one) for one in whole}
 
     def _of_rows(
         self, op: Operation, known: Known, is_blank: bool, entered: Tensor | None
