@@ -143,6 +143,21 @@ def test_rows_that_are_joined_in_no_order_are_not_cut() -> None:
         preflight(Packed().linear, turned, {"x": torch.randn(3, 5, 4, dtype=torch.float64)})
 
 
+def beside_answers(model: Any, data: Any) -> Tensor:
+    """As `hidden`, through NumPy, which lets go of what was known; with as many rows as used answers on average."""
+    mask, rows = data["mask"].bool(), torch.from_numpy(data["x"].numpy()[data["mask"].numpy() > 0])
+    made = torch.zeros_like(data["x"]).masked_scatter(mask[..., None], model.linear(rows) * rows).sum((1, 2))
+    answers = model.table(data["answers"].flatten(0, 1)).mean((1, 2))
+    return made + answers.view(len(mask), -1).square().sum(1)
+
+
+def test_packed_rows_are_not_told_by_as_many_answers() -> None:
+    model, data = Packed(), {**packed(4, 4, 4), "answers": several_for_each(3)["answers"]}
+    model.table = nn.Embedding(40, 4).double()
+    with pytest.raises(UnsupportedModelError, match="packed"):
+        preflight(model, beside_answers, data)
+
+
 def test_packed_rows_are_not_told_by_several_numbers_of_each() -> None:
     """Where nothing that is used has as many rows as these."""
     data = {**packed(6, 6, 6), "pair": torch.zeros(3, 6, 2, dtype=torch.long)}

@@ -17,7 +17,6 @@ class Counts:
     Attributes:
         batch_size: B.
         length: positions of each row in the ids of the batch, or in its series.
-        several: how many rows of ids each example has beside one row of others: answers to a question.
         rows: how many rows of ids each example has: two of a pair of texts.
         images: how many each example has, where it may have several.
         room: for how many images there is room in the batch, where an example may have several.
@@ -28,7 +27,6 @@ class Counts:
     batch_size: int
     length: int = 0
     rows: int = 1
-    several: frozenset[int] = frozenset()
     images: list[int] = field(default_factory=list)
     room: int = 0
     has_positions: bool = True
@@ -42,7 +40,6 @@ class Counts:
         """Those of a batch of these tensors."""
         ids, rows = [v for v in given if v.dim() == 2 and not v.is_floating_point()], 1
         others = [v for v in given if v.dim() > 2]
-        beside = frozenset(v.shape[1] for v in others if v.dim() == 3 and not v.is_floating_point())
         if not ids and all(v.dim() == 3 and not v.is_floating_point() for v in others):
             ids, rows = others, max((v.shape[1] for v in others), default=1)
         # The second axis of a picture is its colours.
@@ -53,7 +50,7 @@ class Counts:
         images = not_blank(several[0]).tolist() if several else []
         room = several[0].shape[:2].numel() if several else 0
         has_pictures = any(v.dim() == 4 and v.is_floating_point() for v in given)
-        return cls(batch_size, length, rows, beside, images, room, bool(ids), has_pictures)
+        return cls(batch_size, length, rows, images, room, bool(ids), has_pictures)
 
     @property
     def are_uneven_images(self) -> bool:
@@ -73,8 +70,7 @@ class Counts:
         """
         # All rows, or windows of an image, where there is no mask by which some could have been chosen.
         is_window = self.has_pictures and any((each, size) in self._windows for size in sizes)
-        is_whole = is_window or each in self.several or not self.has_positions
-        if each == self.rows > 1 or (each in self._folded_lengths and is_whole):
+        if each == self.rows > 1 or (each in self._folded_lengths and (is_window or not self.has_positions)):
             return True
         # A choice among n positions of each example gives n for each only where it takes them all.
         whole = [n for n in (self.length, max(self._folded_lengths, default=0)) if n and n >= self.length]

@@ -1,7 +1,8 @@
 """Which tensors hold the numbers of one example after those of another, whatever was done to their shapes.
 
 Along the first axis of (B, ...) they lie so. A new shape leaves the order of all numbers as it is, what changes places
-of axes takes that of the examples along, and what is cut of other axes leaves as many of each example.
+of axes takes that of the examples along, and what is cut of other axes leaves as many of each example. So does what
+works on each of such rows by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_dp.per_example.followed.numbers import writes
+from hf_dp.per_example.followed.operations import leads_alike
 from hf_dp.per_example.followed.picking import Operation
 from hf_dp.per_example.watched import tensors_in
 
@@ -31,11 +33,12 @@ class Reshaped:
         # Along which axis the examples lie, each with as many rows there; and torch's count of writes then.
         self._known: Any = WeakIdKeyDictionary()
 
-    def follow(self, op: Operation, is_in_order: bool) -> dict[int, int]:
+    def follow(self, op: Operation, is_in_order: bool, is_unpicked: bool) -> dict[int, int]:
         """Notes what becomes of the first argument.
 
         Args:
             is_in_order: whether that, if it has a row for each example, is known to have them in order.
+            is_unpicked: whether no argument has rows that were picked.
 
         Returns:
             Of what was made, by its identity, along which axis the examples lie.
@@ -47,6 +50,10 @@ class Reshaped:
         axis = 0 if leads else self._axis_of(source)
         if axis is None:
             return others
+        for made in (one for one in tensors_in(op.output) if is_unpicked and not leads):
+            is_as_long = made is not source and made.shape[: axis + 1] == source.shape[: axis + 1]
+            if is_as_long and leads_alike(op, source, axis, made):
+                self._known[made] = axis, writes(made)
         for made in tensors_in(op.output):
             found = self._followed(op, source, made, axis)
             if found is not None and made.dim() and made is not source:
