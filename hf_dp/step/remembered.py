@@ -14,7 +14,7 @@ from hf_dp.per_example.watched import tensors_in
 
 _FIX = (
     "load a state before the training begins, and that of a private training alone (resume_from_checkpoint); make the "
-    "optimizer anew where it shall remember nothing."
+    "optimizer anew where it shall remember nothing. A PrivateRun whose loop was left has its end() called first."
 )
 
 

@@ -114,3 +114,15 @@ def test_what_is_not_loaded_changes_nothing_and_the_run_goes_on() -> None:
         optimizer.step()
     assert run.global_step == 3
     optimizer.load_state_dict(remembered(optimizer, model))  # the run has ended
+
+
+def test_a_loop_that_was_left_lets_go_of_its_optimizer_as_it_is_told() -> None:
+    run = a_run(model := classifier(), steps=3)
+    run.begin(optimizer := torch.optim.AdamW(model.parameters(), lr=0.01))
+    run.step(next(iter(run.batches())))
+    optimizer.step()
+    with pytest.raises(ConfigurationError) as caught:
+        optimizer.load_state_dict(remembered(optimizer, model))
+    assert "end()" in caught.value.fix
+    run.end()
+    optimizer.load_state_dict(remembered(optimizer, model))
