@@ -51,8 +51,8 @@ def instantiating(name: str, bind: Callable[..., Bound], function: Function, *, 
             found = torch.func.vmap(one)(*rows)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # a kernel that takes one example, and not all at once
-            found = tuple(map(torch.stack, zip(*map(one, *rows), strict=True)))
+        except RuntimeError:  # a kernel takes one example, and not all at once; what vmap refuses, it refuses again
+            found = torch.func.vmap(one, chunk_size=1)(*rows)
         factors: dict[str, Factors | None] = {r: PerExample(g) for r, g in zip(roles, found, strict=False)}
         return found[-1].reshape(saved[0].shape) if needs_input else None, factors
 

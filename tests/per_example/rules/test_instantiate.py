@@ -110,6 +110,17 @@ def test_a_function_that_mixes_rows_is_found() -> None:
         preflight(model, square, batch(3, 5, 4), rules={**RULES, F.linear: centred})
 
 
+def test_a_function_that_draws_numbers_is_refused_and_not_drawn_again_in_the_backward_pass() -> None:
+    random = instantiating(
+        "linear",
+        lambda input, weight, bias=None: Bound(input, {"weight": weight, "bias": bias}, {}),
+        lambda x, parameters, options: F.linear(F.dropout(x, 0.5), parameters["weight"], parameters["bias"]),
+    )
+    model = Small(lambda m, x: m.linear(x).cos(), linear=nn.Linear(4, 4))
+    with pytest.raises(UnsupportedModelError, match="random operation"):
+        record(model, square, batch(3, 5, 4), rules={**RULES, F.linear: random})
+
+
 @pytest.mark.parametrize(
     "layer", [nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, groups=2), nn.Conv2d(8, 8, 3, padding="same"), nn.Conv2d(8, 4, 3)]
 )
