@@ -18,21 +18,28 @@ _CHECKPOINTED = "_checkpoint_wrapped_module."
 def named_modules(model: nn.Module, *, by_each_name: bool = False) -> list[tuple[str, nn.Module]]:
     """As of the method of this name; if `by_each_name`, one that lies in several comes as often."""
     found, known = [("", model)], {id(model)}
-
-    def walk(begin: str, inner: Mapping[str, nn.Module | None]) -> None:
-        for name, module in inner.items():
-            if module is None or (id(module) in known and not by_each_name):
-                continue
-            known.add(id(module))
-            found.append((begin + name, module))
-            if module._modules:  # as most have not
-                walk(f"{begin}{name}.", module._modules)
-
     try:
-        walk("", model._modules)
+        _walk("", model._modules, found, None if by_each_name else known)
     except RecursionError:  # as deep as torch's own walk comes
         raise RecursionError(f"modules lie in one another without end: {found[-1][0][:60]}...") from None
     return found
+
+
+def _walk(
+    begin: str, inner: Mapping[str, nn.Module | None], found: list[tuple[str, nn.Module]], known: set[int] | None
+) -> None:
+    """Adds what lies `inner` to `found`, but what is `known`, by its identity."""
+    # No function within the other, which would know itself: a cycle, that keeps all modules until it is searched for.
+    for name, module in inner.items():
+        if module is None:
+            continue
+        if known is not None:
+            if id(module) in known:
+                continue
+            known.add(id(module))
+        found.append((begin + name, module))
+        if module._modules:  # as most have not
+            _walk(f"{begin}{name}.", module._modules, found, known)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -17,6 +17,7 @@ from hf_dp.per_example.modules import parameters_of
 from hf_dp.randomness import secret_global_state
 from hf_dp.step.clipped_sum import ClippedSum, SummedByRows
 from hf_dp.step.plan import Plan
+from hf_dp.step.unsearched import unsearched
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -67,10 +68,12 @@ def private_gradient(
             with randomness():  # anew, whatever was seeded where the one before was prepared and computed
                 if (micro_batch := next(prepared, None)) is None:
                     break
-                total.add(pieces.joined(record(micro_batch)))
+                with unsearched():
+                    total.add(pieces.joined(record(micro_batch)))
         pieces.refuse_rest()
         for dummy in dummies:
-            total.add_nothing(record(dummy))
+            with unsearched():
+                total.add_nothing(record(dummy))
     step = ledger.steps
     total.meet(step)
     ledger.charge(plan.event)

@@ -26,7 +26,6 @@ from hf_dp.parts.table import parts_of
 from hf_dp.per_example import RULES, Rule
 from hf_dp.per_example.batch import Batch
 from hf_dp.per_example.checks.preflight import check_modules
-from hf_dp.training.at_rest import older_objects_at_rest
 from hf_dp.training.behind.table import behind
 from hf_dp.training.callbacks import PrivacyCallback
 from hf_dp.training.data import DataMixin
@@ -100,7 +99,7 @@ class DPTrainerMixin(
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; refuses an output directory where another is at work. If a rank fails, the others say why."""
-        with ranks.together(), alone_in(self._output_dir), older_objects_at_rest():
+        with ranks.together(), alone_in(self._output_dir):
             try:
                 return super().train(*args, **kwargs)
             except BaseException as error:

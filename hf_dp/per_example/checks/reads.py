@@ -189,17 +189,17 @@ class AsRead:
         values = zip(self._watched, self._known, strict=True)
         found = next((name for (name, get, _), known in values if not known.is_still(get())), None)
         if found is None and (marks := self._marks()) != self._before:
-            place = next(place for place in {**marks, **self._before} if marks.get(place) != self._before.get(place))
-            found = ".".join(filter(None, place))
+            found = next(n for n in {**marks, **self._before} if marks.get(n) != self._before.get(n)).strip(" .")
         return found
 
-    def _marks(self) -> dict[tuple[str, str], Any]:
-        found: dict[tuple[str, str], Any] = {}
+    def _marks(self) -> dict[str, Any]:
+        # No tuples, of which there would be thousands for Python to look through for garbage.
+        found: dict[str, Any] = {}
         for path, module in named_modules(self._model):
-            found[path, "training"] = module.training
+            found[f"{path}.training"] = module.training
             for last, p in module._parameters.items():
                 if p is not None and not p.requires_grad:
-                    found[path, last] = id(p), write_of(p)
+                    found[f"{path}.{last}"], found[f"{path}.{last} "] = id(p), write_of(p)
         return found
 
 

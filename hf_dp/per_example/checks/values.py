@@ -174,28 +174,28 @@ def copied_within(value: Any) -> Any:
     """As `copied`, of lists, sets and arrays as well; `BIG` beyond some thousands of items or millions of numbers."""
     if type(value) is list and not value:  # as most of an adapter's are
         return []
-    room = [_MOST_ITEMS, _MOST_NUMBERS]
+    return _copy(value, 0, [_MOST_ITEMS, _MOST_NUMBERS])
 
-    def copy(value: Any, depth: int) -> Any:
-        if isinstance(value, Tensor):
-            room[1] -= value.numel()
-            return BIG if room[1] < 0 else value.detach().clone()
-        if isinstance(value, (np.ndarray, *_ARRAYS)):
-            room[1] -= value.size if isinstance(value, np.ndarray) else len(value)
-            return BIG if room[1] < 0 else value[:] if isinstance(value, _ARRAYS) else value.copy()
-        if not isinstance(value, (*SERIES, *_SETS)):
-            return value
-        room[0] -= len(value)
-        if room[0] < 0 or depth == _DEPTH:
-            return BIG
-        if isinstance(value, _SETS):
-            return type(value)(value) if type(value) in _SETS else set(value)
-        # Rows are mostly lists of numbers, and there are many.
-        is_plain = _PLAIN.issuperset(map(type, value))
-        items = list(value) if is_plain else [copy(item, depth + 1) for item in value]
-        return BIG if any(item is BIG for item in items) else of_kind(value, items)
 
-    return copy(value, 0)
+def _copy(value: Any, depth: int, room: list[int]) -> Any:
+    """As above, of a value at this `depth`, with so much room left for items and numbers."""
+    if isinstance(value, Tensor):
+        room[1] -= value.numel()
+        return BIG if room[1] < 0 else value.detach().clone()
+    if isinstance(value, (np.ndarray, *_ARRAYS)):
+        room[1] -= value.size if isinstance(value, np.ndarray) else len(value)
+        return BIG if room[1] < 0 else value[:] if isinstance(value, _ARRAYS) else value.copy()
+    if not isinstance(value, (*SERIES, *_SETS)):
+        return value
+    room[0] -= len(value)
+    if room[0] < 0 or depth == _DEPTH:
+        return BIG
+    if isinstance(value, _SETS):
+        return type(value)(value) if type(value) in _SETS else set(value)
+    # Rows are mostly lists of numbers, and there are many.
+    is_plain = _PLAIN.issuperset(map(type, value))
+    items = list(value) if is_plain else [_copy(item, depth + 1, room) for item in value]
+    return BIG if any(item is BIG for item in items) else of_kind(value, items)
 
 
 def far(value: Any, other: Any) -> Any:
