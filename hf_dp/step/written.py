@@ -80,6 +80,10 @@ class WrittenGradients:
         # Again, so that hooks that were added since come first.
         self._listen()
 
+    def refuse_other_state(self) -> None:
+        """See `Remembered`: before a step is charged, which the optimizer would refuse."""
+        self._remembered.refuse_other()
+
     def refuse_untaken(self) -> None:
         """Refuses a step that another optimizer made; of the step that was made nothing is kept.
 

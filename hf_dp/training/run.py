@@ -162,8 +162,8 @@ class Run:
         said = {"the promise": self.plan.promise, "the step to begin at": step, "the ledger": self.ledger.to_dict()}
         agree({**said, **described_optimizer(optimizer), **described_values(model)})
         refuse_broken_ties(self._ties, model)
-        is_restored = checkpoint is not None
-        refuse_optimizer(optimizer, model, is_complete=True, is_restored=is_restored, by_rows=self.by_rows.values())
+        restored, by_rows = checkpoint is not None, self.by_rows.values()
+        refuse_optimizer(optimizer, model, is_complete=True, is_restored=restored, by_rows=by_rows)
         self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
         say("\n".join(opening(self.plan, model, optimizer)))
@@ -187,8 +187,7 @@ class Run:
         except BaseException:
             self._remove_parts()
             raise
-        # Not before: what an earlier training released must not be forgotten by one that fails, nor be reported under
-        # a plan that was refused.
+        # Only now: what an earlier training released is not forgotten, nor told under a plan, by one that is refused.
         self._has_begun, self._earlier, self._known = True, None, self.parts
 
     def _remove_parts(self) -> None:
@@ -231,6 +230,7 @@ class Run:
             )
         self._clock.begins()
         refuse_other_surroundings(self._surroundings, self.model)
+        self._written.refuse_other_state()
         if self.budget_is_left:
             for part in self.parts.values():
                 part.before_step(self)

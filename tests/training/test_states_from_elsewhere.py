@@ -102,6 +102,21 @@ def test_failure_142_a_state_that_comes_of_another_training_between_the_steps_is
         break
 
 
+@pytest.mark.parametrize("way", [put_in_place, written_over])
+def test_a_step_that_the_optimizer_would_refuse_is_not_charged(way: Any) -> None:
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run, state = a_run(model, steps=3), remembered(optimizer, model)
+    run.begin(optimizer)
+    batches = iter(run.batches())
+    run.step(next(batches))
+    optimizer.step()
+    way(optimizer, state)
+    with pytest.raises(ConfigurationError, match="state of the optimizer"):
+        run.step(next(batches))
+    assert run.ledger.steps == 1
+
+
 def test_what_is_not_loaded_changes_nothing_and_the_run_goes_on() -> None:
     model = classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
