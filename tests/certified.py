@@ -33,6 +33,7 @@ from hf_dp.per_example import RULES, preflight
 from hf_dp.per_example.checks.padding import check_padding
 from hf_dp.per_example.checks.strangers import check_strangers
 from hf_dp.per_example.rule import Use
+from hf_dp.per_example.sharding import is_sharded
 
 _known: dict[Hashable, Any] = {}
 # Of modules and configs, what a first training and a saving leave behind, and what says where they were loaded from.
@@ -74,13 +75,13 @@ def remembering(check: Callable[..., Any]) -> Callable[..., Any]:
     def remembered(model: nn.Module, *args: Any, **options: Any) -> Any:
         before, given = _structure(model), _told(args, options)
         asked = None if before is None or given is None else (check, before, given)
-        known, is_sharded = asked in _known, any(isinstance(p, DTensor) for p in model.parameters())
-        if is_sharded:
+        known, in_shards = asked in _known, is_sharded(model)
+        if in_shards:
             # The check is one that all ranks make together.
             known = bool(ranks.gathered([float(known)]).all())
         if known:
             return _known[asked]
-        words = None if shared is None or is_sharded else _in_words(asked)
+        words = None if shared is None or in_shards else _in_words(asked)
         place = None if shared is None or words is None else shared / _digest(words)
         # Who asks for the same meanwhile waits for it; ranks ask at one time.
         with nullcontext() if place is None else _alone(place):

@@ -40,7 +40,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether any parameter is in shards, so that all ranks must run the model at the same time."""
-    return any(isinstance(p, DTensor) for p in parameters_of(model))
+    # After a forward pass without a backward pass all of them may be whole.
+    return any(_fsdp_modules(model)) or any(isinstance(p, DTensor) for p in parameters_of(model))
 
 
 def dtypes_of_shards(model: nn.Module) -> set[torch.dtype]:
@@ -205,10 +206,13 @@ def watched_when_whole(
 
 def reshard(model: nn.Module) -> None:
     """Leaves every module of FSDP2 with its shards."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     # Without a process group there are none, and a model may have thousands of modules.
-    for module in model.modules() if ranks.in_group() else ():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    return (m for m in model.modules() if isinstance(m, FSDPModule)) if ranks.in_group() else iter(())
 
 
 def summed_over_shards(values: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:

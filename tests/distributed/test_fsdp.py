@@ -143,6 +143,16 @@ def test_a_tie_that_accelerate_breaks(tmp_path: Path, pair: Gang) -> None:
             assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "kept", [{"reshard_after_forward": False}, {"auto_wrap_policy": "NO_WRAP", "reshard_after_forward": False}]
+)
+@pytest.mark.slow
+def test_parameters_that_stay_whole_after_a_forward_pass(tmp_path: Path, pair: Gang, kept: dict[str, Any]) -> None:
+    alone = pair.alone_once(trained_alone, "llama")
+    for found in pair.run(trained_in_shards, str(tmp_path / "two"), "llama", 2, None, kept):
+        assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
+
+
 @pytest.mark.slow
 def test_checkpointing_of_accelerate(tmp_path: Path, pair: Gang) -> None:
     alone = pair.alone_once(trained_alone, "llama")
