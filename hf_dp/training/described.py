@@ -12,16 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 
 import hf_dp.ranks as ranks
 from hf_dp import __version__
 from hf_dp.data.fingerprint import fingerprint
+from hf_dp.per_example.checks.memory import told_of
 from hf_dp.per_example.ieee import precisions
+from hf_dp.per_example.modules import named_modules
 from hf_dp.step.written import plain_optimizer
 from hf_dp.versions import installed
 
 # What may differ from rank to rank: who it is, and where it writes.
 _OWN = {"local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "push_to_hub_token", "log_level_replica"}
+# Of a configuration: where it was loaded from, what saved it, and what changes no gradient or is noted by a pass.
+_OF_NO_OPERATION = {
+    *("_name_or_path", "name_or_path", "base_model_name_or_path", "revision", "transformers_version", "peft_version"),
+    *("architectures", "use_cache", "problem_type", "inference_mode"),
+}
 # What computes the draws, the gradients and the epsilon.
 _LIBRARIES = ("accelerate", "dp-accounting", "numpy", "peft", "torch", "transformers")
 _CHUNK, _WRAP = 1 << 22, 1 << 64
@@ -84,21 +92,55 @@ def described_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def described_model(model: nn.Module) -> dict[str, Any]:
-    """Names, shapes, dtypes, ties and what is trained."""
+    """Names, shapes, dtypes, ties and what is trained; and what is computed with these, as far as it can be said."""
+    if ranks.world_size() == 1:
+        return {}
+    modules = named_modules(model)
     return {
         "the model's parameters": [
             (name, list(p.shape), str(p.dtype), p.requires_grad)
             for name, p in model.named_parameters(remove_duplicate=False)
-        ]
+        ],
+        "the model's modules": [(name, *_kind(module)) for name, module in modules],
+        "the model's configuration": [(name, _settings(module)) for name, module in modules],
     }
+
+
+def _kind(module: nn.Module) -> tuple[str, str]:
+    # Of modules of others it may say anything, such as where they lie in memory.
+    is_of_torch = type(module).__module__.startswith("torch.nn.")
+    return type(module).__name__, module.extra_repr() if is_of_torch else ""
+
+
+def _settings(module: nn.Module) -> Any:
+    """Of Transformers and PEFT; without what says where they were loaded from, and what a first pass notes there."""
+    config, adapters = vars(module).get("config"), vars(module).get("peft_config")
+    known = {"": config} if isinstance(config, PreTrainedConfig) else {}
+    known |= adapters if isinstance(adapters, Mapping) else {}
+    return {name: _without_places(_plain(config.to_dict())) for name, config in known.items()}
+
+
+def _without_places(settings: Any) -> Any:
+    if not isinstance(settings, Mapping):
+        return settings
+    return {name: _without_places(value) for name, value in settings.items() if name not in _OF_NO_OPERATION}
 
 
 def described_values(model: nn.Module) -> dict[str, Any]:
     """A checksum of what every rank holds whole; the same on every device."""
     if ranks.world_size() == 1:
         return {}
-    wholes = [p.detach() for p in model.parameters() if not isinstance(p, DTensor)]
-    return {"the model's weights": [checksum(p) for p in wholes]}
+    wholes, buffers = ([v.detach() for v in values] for values in (model.parameters(), model.buffers()))
+    return {
+        "the model's weights": [checksum(p) for p in wholes if not isinstance(p, DTensor)],
+        "the model's buffers": [told_of(_rounded(b)) for b in buffers if not isinstance(b, DTensor)],
+    }
+
+
+def _rounded(values: Tensor) -> Tensor:
+    # What each rank has computed by itself (rotary frequencies, say), others' hardware may round otherwise.
+    is_plain = values.is_floating_point() and values.layout is torch.strided
+    return values.to(torch.bfloat16) if is_plain else values
 
 
 def checksum(values: Tensor) -> list[int]:

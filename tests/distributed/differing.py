@@ -76,6 +76,12 @@ def refused_by(path: str, what: str, shards: bool = False) -> str:
                 run.model.transformer.h[0].requires_grad_(False)
             if is_odd and what == "other weights":
                 run.model.transformer.h[0].mlp.c_fc.weight[0, 0] += 1e-3
+            if is_odd and what == "another activation":
+                run.model.transformer.h[0].mlp.act = nn.ReLU()
+            if is_odd and what == "another number of heads":
+                run.model.config.n_head = 1
+            if what == "another buffer":
+                run.model.register_buffer("scale", torch.full((2,), 1.0 + is_odd))
             if what == "another state of the optimizer":
                 run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
                 for p in run.model.parameters():

@@ -37,6 +37,8 @@ DIFFERENCES = {
     "another optimizer": "the optimizer",
     "another state of the optimizer": "the optimizer's state",
     "another frozen layer": "the model's parameters",
+    "another activation": "the model's modules",
+    "another number of heads": "the model's configuration",
 }
 
 
@@ -53,6 +55,13 @@ def test_other_weights_are_replaced_under_ddp_and_refused_under_fsdp(tmp_path: P
     assert pair.run(refused_by, str(tmp_path), "other weights") == ["no error"] * 2
     for found in pair.run(refused_by, str(tmp_path), "other weights", True):
         assert "the model's weights" in found
+
+
+@pytest.mark.slow
+def test_other_buffers_are_replaced_under_ddp_and_refused_under_fsdp(tmp_path: Path, pair: Gang) -> None:
+    assert pair.run(refused_by, str(tmp_path), "another buffer") == ["no error"] * 2
+    for found in pair.run(refused_by, str(tmp_path), "another buffer", True):
+        assert "the model's buffers" in found
 
 
 def test_shards_that_are_laid_out_in_another_way(tmp_path: Path, pair: Gang) -> None:
