@@ -18,7 +18,7 @@ _SAID = (
 
 def flush(folder: Path) -> None:
     """Writes what lies in `folder` to its disk: renamed before that, files could be empty after a loss of power."""
-    for path in [*folder.rglob("*"), folder]:
+    for path in _all_in(folder):
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError:  # another process's, renamed meanwhile
@@ -30,6 +30,13 @@ def flush(folder: Path) -> None:
                 raise
         finally:
             os.close(descriptor)
+
+
+def _all_in(folder: Path) -> Iterator[str]:
+    # Not by `rglob`, which before Python 3.13 fails where another process takes a folder away meanwhile.
+    for place, _, names in os.walk(folder, topdown=False):
+        yield from (os.path.join(place, name) for name in names)
+        yield place
 
 
 @contextmanager
