@@ -120,3 +120,27 @@ def made_too_early(path: str) -> str:
     except ConfigurationError as error:
         return str(error)
     return f"none, and epsilon {run.report().epsilon}"
+
+
+def with_prepared_schedule(path: str, **options: Any) -> tuple[str, list[float]]:
+    """The refusal of a scheduler that accelerate has prepared, if any, and the rates of the steps."""
+    fresh_accelerator()
+    accelerator = Accelerator(cpu=device().type == "cpu", **options)
+    run = PrivateRun(
+        built("bert"), rows_of("bert"), promise(noise_multiplier=1.0), collator_of("bert"),
+        expected_batch_size=EXPECTED, micro_batch_size=MICRO, steps=STEPS,
+    )  # fmt: skip
+    plain = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    schedule: Any = LambdaLR(plain, lambda step: 1 / (1 + step))
+    _, optimizer, schedule = accelerator.prepare(run.model, plain, schedule)
+    rates = []
+    try:
+        run.begin(optimizer, schedule)
+        for batch in run.batches():
+            rates.append(plain.param_groups[0]["lr"])
+            run.step(batch)
+            optimizer.step()
+            schedule.step()
+    except ConfigurationError as error:
+        return str(error), rates
+    return "", rates

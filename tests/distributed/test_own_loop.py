@@ -8,8 +8,8 @@ import pytest
 
 from hf_dp.hub import verify
 from tests.distributed.gang import Gang
-from tests.distributed.own import PARTS, differing, left_by_one, looped, made_too_early
-from tests.distributed.tasks import farthest
+from tests.distributed.own import PARTS, differing, left_by_one, looped, made_too_early, with_prepared_schedule
+from tests.distributed.tasks import STEPS, farthest
 from tests.training.workbench import same
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -59,3 +59,19 @@ def test_ranks_that_do_not_do_the_same_are_refused(tmp_path: Path, pair: Gang) -
 def test_failure_140_a_run_that_was_made_before_its_process_group_is_refused(tmp_path: Path, pair: Gang) -> None:
     for said in pair.run(made_too_early, str(tmp_path)):
         assert "made as one of 1 process" in said
+
+
+@pytest.mark.slow
+def test_a_schedule_that_runs_through_once_for_each_process_is_refused(tmp_path: Path, pair: Gang) -> None:
+    said, rates = pair.alone(with_prepared_schedule, str(tmp_path))
+    assert (said, rates) == ("", [pytest.approx(0.1 / (1 + step)) for step in range(STEPS)])
+    for refused, none in pair.run(with_prepared_schedule, str(tmp_path)):
+        assert "a scheduler that accelerate has prepared, in 2 processes" in refused
+        assert none == []
+    for refused, same_rates in pair.run(not_with_the_optimizer, str(tmp_path)):
+        assert (refused, same_rates) == ("", rates)
+
+
+def not_with_the_optimizer(path: str) -> tuple[str, list[float]]:
+    """As accelerate can be told."""
+    return with_prepared_schedule(path, step_scheduler_with_optimizer=False)

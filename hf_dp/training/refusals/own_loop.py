@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 
 import hf_dp.ranks as ranks
@@ -166,6 +167,8 @@ def refuse_own_optimizer(optimizer: Any, model: nn.Module, scheduler: Any, priva
             why="what it knows of the rates is saved in checkpoints, and this has no state_dict().",
             fix="pass the scheduler itself; several as one torch.optim.lr_scheduler.SequentialLR or ChainedScheduler.",
         )
+    if isinstance(scheduler, AcceleratedScheduler):
+        _refuse_a_step_for_each_process(scheduler)
     kinds = [type(one) for one in (of_rates, *getattr(of_rates, "_schedulers", ()))]
     by_metric = {base.__name__ for kind in kinds for base in kind.__mro__} & {*BY_METRICS.values()}
     if by_metric and not privacy.withhold_non_private_logs:
@@ -175,6 +178,18 @@ def refuse_own_optimizer(optimizer: Any, model: nn.Module, scheduler: Any, priva
             "data without noise: weights would follow from it, and epsilon would not say so.",
             fix="take PrivacyConfig(withhold_non_private_logs=True), with which step() returns 0, and a metric of "
             "data whose owners agreed; or a scheduler that goes by steps.",
+        )
+
+
+def _refuse_a_step_for_each_process(scheduler: AcceleratedScheduler) -> None:
+    several = ranks.world_size()
+    if several > 1 and scheduler.step_with_optimizer and not scheduler.split_batches:
+        raise ConfigurationError(
+            f"begin() with a scheduler that accelerate has prepared, in {several} processes.",
+            why=f"accelerate lets it go {several} times as fast, since its own loaders have fewer batches; here "
+            "a step is one whatever the number of processes is, and rates would be at their end too soon.",
+            fix="leave the scheduler out of accelerator.prepare(), or make "
+            "Accelerator(step_scheduler_with_optimizer=False).",
         )
 
 
