@@ -105,10 +105,9 @@ class Engine:
         self._groups: Sequence[Group] = ()
         self._certificate: Certificate | None = None
         self._memory: Memory | None = None
-        self._switches = Switches()
         self._read: AsRead | None = None
         self._installed: Installed | None = None
-        self._moved, self._met, self._unread = list[float](), list[Any](), set[str]()
+        self._switches, self._moved, self._met, self._unread = Switches(), list[float](), list[Any](), set[str]()
 
     def record(self, micro_batch: MicroBatch) -> PerExampleGradients:
         """The gradients of one micro-batch, as they were certified; of units, of the means of their rows' losses.
@@ -123,6 +122,10 @@ class Engine:
             )
         found = record(self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
         return found if owners is None else found.grouped(*owners)
+
+    def losses(self, rows: list[Any]) -> Tensor:
+        """(B,): those of rows, as the checks collate them."""
+        return self._loss(self.model, self._batch(rows))
 
     def to_sum(self, micro_batch: MicroBatch) -> PerExampleGradients:
         """The same, for a sum alone: what is clipped by groups is made when it is summed.

@@ -35,6 +35,7 @@ from hf_dp.training.resuming.goes_on import continued
 from hf_dp.training.resuming.origin import refuse_unsaid_origin, warn_of_origin
 from hf_dp.training.resuming.resume import SavedRun, note_trained_by, refuse_trained_by_another
 from hf_dp.training.resuming.same_rows import OtherPeople
+from hf_dp.training.same_losses import check_together
 
 
 class Run:
@@ -162,8 +163,9 @@ class Run:
         said = {"the promise": self.plan.promise, "the step to begin at": step, "the ledger": self.ledger.to_dict()}
         agree({**said, **described_optimizer(optimizer), **described_values(model)})
         refuse_broken_ties(self._ties, model)
-        restored, by_rows = checkpoint is not None, self.by_rows.values()
-        refuse_optimizer(optimizer, model, is_complete=True, is_restored=restored, by_rows=by_rows)
+        refuse_optimizer(
+            optimizer, model, is_complete=True, is_restored=bool(checkpoint), by_rows=self.by_rows.values()
+        )
         self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
         say("\n".join(opening(self.plan, model, optimizer)))
@@ -174,7 +176,7 @@ class Run:
             for part in self.parts.values():
                 part.install(self)
             self._clock = Clock(self.plan, step, self.ledger.steps)
-            self.engine.check()
+            check_together(self.engine)
             self._clock.checked()
             for part in self.parts.values():
                 part.checked(self)

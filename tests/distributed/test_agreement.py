@@ -57,6 +57,13 @@ def test_other_weights_are_replaced_under_ddp_and_refused_under_fsdp(tmp_path: P
         assert "the model's weights" in found
 
 
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.slow
+def test_a_rank_with_another_collator(tmp_path: Path, pair: Gang, shards: bool) -> None:
+    for found in pair.run(refused_by, str(tmp_path), "another collator", shards):
+        assert "rank 1 has not the same losses as rank 0, of the same rows of train_dataset" in found
+
+
 @pytest.mark.slow
 def test_other_buffers_are_replaced_under_ddp_and_refused_under_fsdp(tmp_path: Path, pair: Gang) -> None:
     assert pair.run(refused_by, str(tmp_path), "another buffer") == ["no error"] * 2
