@@ -1,12 +1,17 @@
-"""Evaluations that fail, for several processes."""
+"""Evaluations, for several processes: those that fail, and those by which the best checkpoint is chosen."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
-from tests.distributed.tasks import trainer
+from tests.distributed.tasks import SHARDS, fsdp2_on_cpu, gathered, trainer
+from tests.training.workbench import rows
 
 
 def evaluated(path: str, what: str) -> tuple[str, int]:
@@ -28,3 +33,22 @@ def evaluated(path: str, what: str) -> tuple[str, int]:
     except ConfigurationError as error:
         return error.found, run.ledger.steps
     return "trained", run.ledger.steps
+
+
+def best_of_resumed(
+    path: str, name: str, world: int, shards: str | None, resume: bool
+) -> tuple[str, dict[str, Tensor]]:
+    """The checkpoint that is best, which is the first one, and the parameters that it leaves at the end.
+
+    Args:
+        shards: the state_dict_type of FSDP2, or None for DDP.
+        resume: from the second one.
+    """
+    each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    kept = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS, "state_dict_type": shards}} if shards else {}
+    with fsdp2_on_cpu() if shards else nullcontext():
+        run = trainer(path, name, world, {"noise_multiplier": 0}, **each, **best, **kept)
+        run.eval_dataset = rows(8, seed=9)
+        run.train(resume_from_checkpoint=f"{path}/checkpoint-2" if resume else None)
+        return Path(run.state.best_model_checkpoint).name, gathered(run.model)

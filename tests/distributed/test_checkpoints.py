@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_dp.data.fingerprint import KEY_FILE
 from hf_dp.training.resuming.output_lock import FILE as LOCK_FILE
+from tests.distributed.evaluated import best_of_resumed
 from tests.distributed.gang import Gang
 from tests.distributed.tasks import STEPS, best_of_all, farthest, gathered, saved_and_resumed, trained
 from tests.zoo import tiny
@@ -60,6 +61,28 @@ def test_the_best_one_is_taken_by_all_though_each_has_times_of_its_own(tmp_path:
     assert farthest(ours, theirs) == 0
     loaded = AutoModelForSequenceClassification.from_pretrained(best)
     assert farthest(gathered(loaded), ours) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [NAME, "llama lora"])
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ("SHARDED_STATE_DICT", None),
+        ("FULL_STATE_DICT", None),
+        (None, "SHARDED_STATE_DICT"),
+        (None, "FULL_STATE_DICT"),
+        ("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
+    ],
+)
+def test_the_best_one_is_of_another_layout(
+    tmp_path: Path, pair: Gang, name: str, saved: str | None, resumed: str | None
+) -> None:
+    first, whole = pair.run(best_of_resumed, str(tmp_path), name, 2, saved, False)[0]
+    assert first == "checkpoint-1"
+    for best, found in pair.run(best_of_resumed, str(tmp_path), name, 2, resumed, True):
+        assert best == first
+        assert farthest(found, whole) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", [None, "SHARDED_STATE_DICT"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -9,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from accelerate.utils import load_fsdp_model
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -31,6 +34,7 @@ from hf_dp.training.resuming.renamed import read_renamed
 # As accelerate and Trainer name them.
 _MODEL, _SHARDED_MODEL = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0"
 _FULL_OPTIMIZER, _SHARDED_OPTIMIZER = "optimizer.bin", "optimizer_0"
+_WHOLE = StateDictOptions(full_state_dict=True, strict=False)
 Layout = Literal["ordinary", "FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 
 
@@ -74,7 +78,8 @@ class LayoutsMixin(TrainerBehind):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if self.is_fsdp_enabled and best is not None:
+        # It may be of the training before the checkpoint that this one went on from, in another layout.
+        if best is not None and (self.is_fsdp_enabled or layout_of(Path(best)) != "ordinary"):
             load_weights(self, self.model, Path(best))
         elif best is not None and has_adapters(self.model):
             read_adapters(Path(best), self.model)
@@ -114,14 +119,41 @@ def layout_of(checkpoint: Path) -> Layout:
 
 
 def load_weights(trainer: Any, model: Any, checkpoint: Path) -> None:
-    """Reads the weights of a checkpoint in one of FSDP2's layouts into any model. All ranks call it together."""
-    if layout_of(checkpoint) == "SHARDED_STATE_DICT":
+    """Reads the weights of a checkpoint in one of FSDP2's layouts into any model, and of any into one in shards. All
+    ranks call it together. What was read is to be held against checksums: names that are missing are no error here."""
+    layout = layout_of(checkpoint)
+    if layout == "SHARDED_STATE_DICT":
         load_fsdp_model(_plugin(), trainer.accelerator, model, str(checkpoint), adapter_only=True)
+    elif layout == "ordinary" and has_adapters(model):
+        with _taken_apart(model):
+            read_adapters(checkpoint, model)
+    elif layout == "ordinary":
+        for path in sorted(checkpoint.glob("model*.safetensors")):
+            whole: dict[str, Any] = load_file(path)
+            set_model_state_dict(model, whole, options=_WHOLE)
     else:
         # Of an adapter nothing else is there.
         options = StateDictOptions(full_state_dict=True, strict=not hasattr(model, "peft_config"))
         saved = torch.load(checkpoint / _MODEL, map_location="cpu", weights_only=True, mmap=True)
         set_model_state_dict(model, saved, options=options)
+
+
+@contextmanager
+def _taken_apart(model: Any) -> Iterator[None]:
+    """Inside, the model in shards is given whole tensors, as PEFT reads them."""
+
+    def load_state_dict(state: dict[str, Any], **_: Any) -> Any:
+        del model.load_state_dict  # which torch calls
+        try:
+            return set_model_state_dict(model, state, options=_WHOLE)
+        finally:
+            model.load_state_dict = load_state_dict
+
+    model.load_state_dict = load_state_dict
+    try:
+        yield
+    finally:
+        del model.load_state_dict
 
 
 def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
