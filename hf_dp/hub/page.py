@@ -37,6 +37,12 @@ _STYLES = {
 }  # fmt: skip
 _MOVING_STYLE = re.compile(r"-[\d.]|[(\\/]")
 _MOVING_CLASS = re.compile(r"fixed|absolute|sticky|inset|overlay|translate|scale|(^|[\s:!])-")
+# What stands between these the hub makes a formula of, before it reads Markdown: whatever lies there, code too.
+_FORMULAS = (("$$", "$$"), (r"\\(", r"\\)"))
+# In formulas these show something elsewhere, or what they are is said elsewhere.
+_MOVING_FORMULA = re.compile(
+    r"\\(raisebox|rule|smash|\w*def|\w*let|\w*command|html\w+|includegraphics)|-\s*[\d.]+\s*(em|ex|px|pt|mu|cm|mm|in|bp|pc|dd|cc|nd|nc|sp)"
+)
 
 
 def check_card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
@@ -118,6 +124,8 @@ def why_hidden(body: str, section: str) -> str | None:
     """Why a reader of the card's Markdown would not see its privacy section as it was written; None if they would."""
     if len(body.encode()) > _LARGEST_TEXT:
         return f"the card is too long to tell what of it is seen (more than {_LARGEST_TEXT} bytes)"
+    if (formula := _formula_over(body, section)) is not None:
+        return formula
     here, alone = _seen(body), _seen(section)
     if here.around is None:
         return "it lies in code, or in a comment"
@@ -126,6 +134,16 @@ def why_hidden(body: str, section: str) -> str | None:
     if here.styling:
         return f"{here.styling} could hide it"
     return None if here.inside == alone.inside else "it is shown otherwise than it was written"
+
+
+def _formula_over(body: str, section: str) -> str | None:
+    """What formulas could do to the section, in words; None where they do nothing."""
+    before, _, behind = body.partition(section)
+    for begin, end in _FORMULAS:
+        if begin in before and end in behind:
+            return f"a formula ({begin}) that begins before it could end behind it: have them on one side of it alone"
+    moving = _MOVING_FORMULA.search(body) if any(begin in body for begin, _ in _FORMULAS) else None
+    return None if moving is None else f"a formula with {moving[0]} could lie over it"
 
 
 def _seen(text: str) -> _Page:

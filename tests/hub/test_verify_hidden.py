@@ -49,6 +49,12 @@ AROUND: dict[str, tuple[str, str]] = {
     "laid over it by a class": ("<div class='fixed inset-0 bg-white'>no</div>\n\n", ""),
     "an escape in its style": ("<div style='p\\6fsition:fixed'>no</div>\n\n", ""),
     "a comment in its style": ("<div style='a:b;/*;*/position:fixed'>no</div>\n\n", ""),
+    "formula": ("$$\\def\\x{\n\n", "\n\n}$$"),
+    "formula in a line": ("\\\\(\\def\\x{\n\n", "\n\n}\\\\)"),
+    "formula that begins in another": ("$$$$ a $$\n\n", "\n\n$$"),
+    "formula that begins in code": ("`$$` and $$\n\n", "\n\n$$"),
+    "laid over it by a formula": ("$$\\raisebox{-40em}{\\colorbox{white}{\\rule{40em}{40em}}}$$\n\n", ""),
+    "laid over it by a formula behind": ("", "\n\n\\\\(a \\\\[-40em] \\text{Epsilon is 0.1.}\\\\)"),
 }
 
 
@@ -102,6 +108,7 @@ def test_a_section_in_the_metadata_is_none(copy: Path) -> None:
         '<div align="center" style="text-align: center; margin: 0 auto"><img src="a.png" width="60%"/></div>\n\n',
         "<!--- a note --->\n\n`<!-->` and <!-- two -- notes --> `<![CDATA[`\n\n",
         "a < b\n- [link](x)\n\n| a |\n| - |\n| b |\n\n",
+        "$$ e = -m c^2 $$\n\nwith \\\\( m_{-1} > 0 \\\\), which costs $$\n\n",
     ],
 )
 def test_what_people_write_before_the_section_hides_nothing(copy: Path, text: str) -> None:
@@ -119,3 +126,14 @@ def test_a_section_is_not_written_into_code_nor_between_crossed_marks(copy: Path
     written = (copy / "README.md").read_text()
     assert written.index("a comment") < written.index(BEGIN) < written.index("## B")
     assert "OLD" not in written
+
+
+def test_a_section_is_not_written_between_formulas(copy: Path) -> None:
+    old = (copy / "README.md").read_text()
+    section = old[old.index(BEGIN) : old.index(END) + len(END)]
+    (copy / "README.md").write_text(old.replace(section, f"$$ a $$\n\n{section}\n\n## B\n\n$$ b $$\n"))
+    assert failed(copy).startswith("card, visible: a formula ($$) that begins before it could end behind it")
+    write_card(copy)
+    assert verify(copy).private, failed(copy)
+    written = (copy / "README.md").read_text()
+    assert written.index(BEGIN) < written.index("$$ a $$") < written.index("$$ b $$")
