@@ -53,6 +53,16 @@ class Release:
         assert isinstance(one, Gaussian)
         return one.noise
 
+    @property
+    def is_of_all(self) -> bool:
+        """Whether it costs what one use of Gaussian noise on all units does, as whatever a config asks for; or it has
+        no noise."""
+        used = primitives(self.event)
+        if used is None:
+            return True
+        of_all = [times for one, times in used.items() if isinstance(one, Gaussian) and one.probability == 1]
+        return of_all == [1] and len(used) == 1
+
     def due(self, steps: int) -> int:
         """How often it must have been made when so many steps were."""
         if self.every is None:

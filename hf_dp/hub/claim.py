@@ -199,7 +199,7 @@ def _check_releases(record: PrivacyRecord) -> Iterator[Check]:
     for release in mechanism.releases:
         alike = [one for one in made if one.label == release.label]
         times, due = sum(one.times for one in alike), release.due(record.ledger.steps)
-        kept = due <= times <= release.times and all(one.event == release.event for one in alike)
+        kept = due <= times <= release.times and all(one.event == release.event for one in alike) and release.is_of_all
         said = f"{times} in the ledger ({_told(alike) if alike else 'none'}), {due} due, {release.times} planned"
         yield Check(release.label, kept, f"{said} ({in_words(release.event)})")
 

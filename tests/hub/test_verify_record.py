@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import dp_accounting as dp
 import pytest
 
-from hf_dp import PrivacyConfig, ReAttentionConfig, load_report
+from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig, load_report
 from hf_dp.accounting import Ledger, sampling_terms, step_event, truncated
 from hf_dp.errors import LedgerError
 from hf_dp.hub import verify
@@ -24,6 +25,14 @@ from tests.hub.forging import failed, forged, in_record, invoke, seal
 from tests.training.workbench import saved_by
 
 pytestmark = pytest.mark.usefixtures("checked_once")
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training whose rows were chosen by a release."""
+    path = tmp_path_factory.mktemp("counted") / "out"
+    rows = SparseEmbeddingConfig(method="fest", kept_rows=9)
+    return saved_by(path, privacy=PrivacyConfig(target_epsilon=3.0, sparse_embeddings=rows))
 
 
 def test_a_record_goes_to_json_and_back(saved: Path) -> None:
@@ -98,6 +107,39 @@ def test_a_release_that_was_promised_is_in_the_ledger(tmp_path: Path) -> None:
     (release,) = report.releases
     forged(tmp_path, [(release.event, 1), *steps], releases=report.releases)
     assert "claim and mechanism" in failed(tmp_path), "charged as a step, it is none"
+
+
+def on_few(event: dict[str, Any]) -> dict[str, Any]:
+    return {**event, "sampling_probability": 1e-9}
+
+
+@pytest.mark.parametrize(
+    "cheaper",
+    [
+        on_few,
+        lambda event: {**event, "sampling_probability": 0.0},
+        lambda event: {"type": "no_op"},
+        lambda event: {"type": "self_composed", "count": 0, "event": event},
+        lambda event: {"type": "composed", "events": [on_few(event), on_few(on_few(event))]},
+        lambda event: {"type": "composed", "events": [on_few(event), {**event, "sampling_probability": 0.5}]},
+    ],
+    ids=["of few", "of nobody", "nothing", "never", "of few twice", "two of few"],
+)
+def test_a_release_of_all_units_is_charged_as_one(
+    counted: Path, tmp_path: Path, cheaper: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Counts are of all units, and no part of the config draws some for them."""
+    copy = Path(shutil.copytree(counted, tmp_path / "copy"))
+    assert verify(copy).private, failed(copy)
+    places = ("ledger", "entries", 0), ("mechanism", "releases", 0), ("report", "releases", 0)
+    for place in places:
+        in_record(*place, "event", to=cheaper)(copy)
+    record = PrivacyRecord.from_json((copy / "privacy.json").read_text())
+    found = record.ledger.epsilons(record.report.delta)
+    report = dataclasses.replace(record.report, epsilon=found["pld"], epsilon_rdp=found["rdp"])
+    (copy / "privacy.json").write_text(dataclasses.replace(record, report=report).to_json())
+    seal(copy)
+    assert failed(copy).startswith("embedding rows: 1 in the ledger")
 
 
 def test_words_that_do_not_follow_from_the_record_are_noticed_under_a_new_digest(copy: Path) -> None:
