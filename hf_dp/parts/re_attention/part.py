@@ -164,13 +164,31 @@ class AttentionNoise(Part):
         self.attention.errors = {n: saved[n].to(e.device) for n, e in self.attention.errors.items()}
 
     def save(self, directory: Path) -> None:
-        """Writes errors and frequencies beside the weights."""
+        """Writes errors and frequencies beside the weights.
+
+        Raises:
+            ConfigurationError: a model whose adapters were merged: of what they became no noise is known.
+        """
+        self._refuse_merged()
         self.attention.save(directory, {} if self._frequencies is None else {FREQUENCIES: self._frequencies})
 
     @classmethod
     def remove(cls, model: nn.Module) -> None:
         """Plain attention again."""
         remove_re_attention(model)
+
+    def _refuse_merged(self) -> None:
+        known = dict(self._model.named_parameters())
+        for name, error in self.attention.errors.items():
+            if name in known and (not error.dim() or len(error) == len(known[name])):
+                continue
+            raise ConfigurationError(
+                f"a model that was trained with Re-Attention is saved, and {name}, of which the noise is known, is gone "
+                "(its adapter was merged into the model) or of another size.",
+                why="the card says that the correction can be put back on what is saved; on this one it cannot.",
+                fix="save before merge_and_unload(): the adapter with its Re-Attention, of which whoever loads it may "
+                "make a merged model, with plain attention. What is gone here is in the latest checkpoint.",
+            )
 
     def _refuse_large(self, spent: str, *, of_numbers: bool = False) -> None:
         for name, correction in self.attention.corrections.take_largest(of_numbers=of_numbers).items():

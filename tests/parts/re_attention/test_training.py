@@ -17,7 +17,7 @@ from hf_dp.parts.re_attention import FILE, FREQUENCIES, installed, read
 from hf_dp.parts.token_frequencies import LABEL
 from tests.architectures import VOCABULARY
 from tests.parts.re_attention.budget import budgeted
-from tests.training.workbench import EXPECTED, ROWS, classifier, make, pad, private, rows
+from tests.training.workbench import EXPECTED, ROWS, STEPS, classifier, make, pad, private, rows, with_lora
 from tests.zoo import tiny
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -189,6 +189,23 @@ def test_nothing_is_released_where_no_embedding_is_trained(tmp_path: Path) -> No
     trainer.train()
     assert [label for _, _, label in trainer.ledger.entries] == [accounting.TRAINING_STEP]
     assert trainer.privacy_report().releases == ()
+
+
+def test_adapters_are_not_saved_merged_as_what_the_correction_can_be_put_back_on(tmp_path: Path) -> None:
+    """The card says that it can: its noise is that of the adapters' own matrices."""
+    attention = ReAttentionConfig(token_frequencies="uniform", error="accumulated")
+    trainer = budgeted(tmp_path, attention, with_lora(), save_strategy="steps", save_steps=STEPS)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    whole = trainer.model
+    trainer.model = whole.merge_and_unload()
+    for folder in ("merged", "adapter"):
+        with pytest.raises(ConfigurationError, match="merged into") as refused:
+            trainer.save_model(str(tmp_path / folder))
+        assert "before merge_and_unload()" in str(refused.value)
+    assert not (tmp_path / "merged" / "privacy.json").exists()
+    assert verify(tmp_path / "adapter").consistent
+    assert verify(tmp_path / f"checkpoint-{STEPS}").consistent
 
 
 @pytest.mark.slow
