@@ -183,8 +183,8 @@ class AttentionNoise(Part):
             if name in known and (not error.dim() or len(error) == len(known[name])):
                 continue
             raise ConfigurationError(
-                f"a model that was trained with Re-Attention is saved, and {name}, of which the noise is known, is gone "
-                "(its adapter was merged into the model) or of another size.",
+                f"a model that was trained with Re-Attention is saved, and {name}, whose noise is known, is gone (its "
+                "adapter was merged into the model) or of another size.",
                 why="the card says that the correction can be put back on what is saved; on this one it cannot.",
                 fix="save before merge_and_unload(): the adapter with its Re-Attention, of which whoever loads it may "
                 "make a merged model, with plain attention. What is gone here is in the latest checkpoint.",
