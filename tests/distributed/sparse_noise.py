@@ -252,7 +252,7 @@ def chosen(wrong: str | None = None) -> list[int]:
         for _ in range(CHOICES):
             training = KeptRows(Tables.of({TABLE: model.words.weight}), FEST, plan)
             training.begin(None, None)
-            training.before_step(0, Ledger(), lambda batch: known[int(batch["i"])], examples)
+            training.before_step(0, Ledger(), model, lambda batch: known[int(batch["i"])], examples)
             assert training.kept is not None
             found.append(int(training.kept))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import hf_dp.ranks as ranks
 from hf_dp.accounting import Ledger
@@ -20,6 +20,7 @@ from hf_dp.config.asked import EMBEDDING_ROWS
 from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.parts.sparse_embeddings.top_k import gumbel_scale, noisy_top_k
 from hf_dp.per_example import PerExampleGradients, Pieces, Tables
+from hf_dp.per_example.checks.memory import unchanged_buffers
 from hf_dp.per_example.rule import refuse_differing
 from hf_dp.randomness import secret_global_state
 from hf_dp.step.plan import Plan
@@ -65,12 +66,13 @@ class KeptRows:
         elif self._config.keeps_rows:
             self.kept = self._public()
 
-    def before_step(self, step: int, ledger: Ledger, record: Recorder, examples: Pass) -> bool:
+    def before_step(self, step: int, ledger: Ledger, model: nn.Module, record: Recorder, examples: Pass) -> bool:
         """Takes the rows of this step's period, and chooses them where that was not done. A choice is charged.
 
         Args:
             step: which logical batch comes next.
             ledger: charged before the noisy choice exists.
+            model: that computes the gradients.
             record: per-example gradients of a micro-batch.
             examples: the training examples of these indices, in micro-batches.
 
@@ -79,16 +81,17 @@ class KeptRows:
 
         Raises:
             BudgetExceededError: more choices than the budget pays for.
+            UnsupportedModelError: an example changed what is saved with the model; nothing was charged or released.
         """
         if not self._config.releases_rows:
             return False
         due = 0 if self._config.renew_every is None else step // self._config.renew_every
         if due not in self.choices:
-            self.choices[due] = self._chosen(due, ledger, record, examples)
+            self.choices[due] = self._chosen(due, ledger, model, record, examples)
         was, self.kept = self.kept, self.choices[due]
         return was is not self.kept
 
-    def _chosen(self, due: int, ledger: Ledger, record: Recorder, examples: Pass) -> Tensor:
+    def _chosen(self, due: int, ledger: Ledger, model: nn.Module, record: Recorder, examples: Pass) -> Tensor:
         release, k = self._plan.release_to_make(LABEL, ledger), self._config.kept_rows
         assert k is not None
         counts, pieces = torch.zeros(self._tables.rows, dtype=torch.float64), Pieces(self._tables.sizes)
@@ -96,13 +99,18 @@ class KeptRows:
         # may know how many.
         mine = range(ranks.rank(), self._plan.sampler.dataset_size, ranks.world_size())
         # Dropout that zeroes a whole row must not be known, nor shift when an example is added.
-        with nullcontext() if self._plan.entropy.reproducible else secret_global_state():
-            for batch in examples(mine):
-                found = pieces.joined(record(batch))
-                refuse_differing(found.differing)
-                _, rows = self._tables.touched(found.factors)
-                counts += rows.cpu().bincount(minlength=self._tables.rows)
-        pieces.refuse_rest()
+        randomness = nullcontext if self._plan.entropy.reproducible else secret_global_state
+        with unchanged_buffers(model), randomness():
+            prepared = iter(examples(mine))
+            while True:
+                with randomness():  # anew, as in a step
+                    if (batch := next(prepared, None)) is None:
+                        break
+                    found = pieces.joined(record(batch))
+                    refuse_differing(found.differing)
+                    _, rows = self._tables.touched(found.factors)
+                    counts += rows.cpu().bincount(minlength=self._tables.rows)
+            pieces.refuse_rest()
         ranks.sum_(counts)
         ledger.charge(release.event, release.label)
         scale = gumbel_scale(release.noise_multiplier, k)

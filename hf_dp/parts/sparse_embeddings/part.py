@@ -121,7 +121,7 @@ class SparseTraining(Part):
 
     def before_step(self, run: Run) -> None:
         """Chooses rows where it is time to; see `KeptRows.before_step`."""
-        if self.choice.before_step(run.ledger.steps, run.ledger, run.record, run.examples):
+        if self.choice.before_step(run.ledger.steps, run.ledger, run.model, run.record, run.examples):
             self._set_rows()
 
     def restrict(self, gradients: PerExampleGradients) -> PerExampleGradients:
