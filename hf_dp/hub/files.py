@@ -34,6 +34,8 @@ _SAVES = re.compile(r"checkpoint-[0-9]+|_saving|_saved|_saving-model")
 _RUN = {".py", ".pyc", ".so", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".dll", ".dylib"}
 # Folders of a model's own folder in which Transformers looks for code and for chat templates.
 _LOADED_FOLDERS = ("custom_generate", "additional_chat_templates")
+# In which `datasets` reads what to load.
+_OF_DATA = {".huggingface.yaml"}
 _VOCABULARIES = {"tokenizer.json", "vocab.json"}
 _FEW = 10
 # Checks of folders to publish: what is read for its ledger may have other files, and its weights in shards.
@@ -55,7 +57,7 @@ def check_files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
             found = sha256(source.path(name))
             said = f"SHA-256 {found[:12]}..." + ("" if found == digest else f", recorded {digest[:12]}...")
             yield Check(name, found == digest, said)
-    what = "corpus" if _is_a_corpus(record) else "model"
+    what = "corpus" if record.is_corpus else "model"
     strange = strange_files(source, record)
     said = f"nothing that loads with the {what}"
     if strange:
@@ -67,9 +69,9 @@ def check_files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
 def strange_files(source: Source, record: PrivacyRecord) -> list[str]:
     """What the record does not name, and what is not known to be loaded by nothing."""
     # A folder of data is loaded with all that is in it.
-    harmless = _is_a_dot_file if _is_a_corpus(record) else _is_harmless
+    harmless = _is_harmless_to_data if record.is_corpus else _is_harmless
     others = source.names - {*record.files, CARD_FILE, RECORD_FILE}
-    if source.is_local and not _is_a_corpus(record):
+    if source.is_local and not record.is_corpus:
         known = set(record.files.values())
         others -= {name for name in others if is_left_over(name) or _is_the_models_own_code(source, name, known)}
         others -= beside(source, record)
@@ -85,7 +87,7 @@ def folders_of_their_own(source: Source) -> set[str]:
 
 def beside(source: Source, record: PrivacyRecord) -> set[str]:
     """Files of models in other folders of a local one, which only who names that folder loads."""
-    names = source.names - record.files.keys() if source.is_local and not _is_a_corpus(record) else set()
+    names = source.names - record.files.keys() if source.is_local and not record.is_corpus else set()
     found = {name for name in names if _is_of_another_model(name)}
     named = _folders_named(source, record) if found else set()
     return set() if named is None else {name for name in found if name.casefold().split("/")[0] not in named}
@@ -145,12 +147,12 @@ def _is_one_of(patterns: tuple[str, ...], name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _is_a_corpus(record: PrivacyRecord) -> bool:
-    return bool(record.corpus) and not record.weights
-
-
 def _is_a_dot_file(name: str) -> bool:
     return name.startswith(".")
+
+
+def _is_harmless_to_data(name: str) -> bool:
+    return _is_a_dot_file(name) and name.casefold() not in _OF_DATA
 
 
 def _is_harmless(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from html.parser import HTMLParser
 from typing import Any
 
@@ -71,6 +71,8 @@ def check_text(card: bytes, record: PrivacyRecord, record_sha256: str) -> Iterat
     if agrees:
         hidden = why_hidden(body, section)
         yield Check("card, visible", hidden is None, hidden or "the privacy section is read as it was written")
+    if record.is_corpus and (others := _loaded_besides(header[2] if header else "", record.corpus)):
+        yield Check("card, data", False, f"its metadata has more loaded than the corpus: {', '.join(others)[:200]}")
     claimed = _metadata(header[2]) if header else None
     wanted = metadata(record, record_sha256)
     if claimed is None or set(claimed) != set(wanted):
@@ -87,27 +89,57 @@ def check_text(card: bytes, record: PrivacyRecord, record_sha256: str) -> Iterat
 
 def _metadata(header: str) -> dict[str, Any] | None:
     """What stands under our key; None where a name stands twice, a value stands for another, or there is no such."""
-    if len(header) > _LARGEST_HEADER:
+    found = [value for name, value in _names(header) if name.value == METADATA_KEY]
+    if not found or not isinstance(found[0], yaml.MappingNode):
         return None
+    if not all(isinstance(value, yaml.ScalarNode) and len(value.value) < 500 for _, value in found[0].value):
+        return None
+    try:
+        loaded = yaml.SafeLoader("").construct_document(found[0])
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError, yaml.YAMLError):
+        return None
+    return loaded if isinstance(loaded, dict) else None
+
+
+def _names(header: str) -> list[tuple[Any, Any]]:
+    """The names in the metadata and their values, not read yet; none where it is read in several ways."""
+    if len(header) > _LARGEST_HEADER:
+        return []
     try:
         depth = 0
         for event in yaml.parse(header, _LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             # An alias in an alias grows without bound, and merges (<<) what is written elsewhere.
             if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
-                return None
+                return []
         root = yaml.compose(header, _LOADER)
-        if not isinstance(root, yaml.MappingNode) or _has_a_name_twice(root):
-            return None
-        found = [value for name, value in root.value if name.value == METADATA_KEY]
-        if not found or not isinstance(found[0], yaml.MappingNode):
-            return None
-        if not all(isinstance(value, yaml.ScalarNode) and len(value.value) < 500 for _, value in found[0].value):
-            return None
-        loaded = yaml.SafeLoader("").construct_document(found[0])
+        return root.value if isinstance(root, yaml.MappingNode) and not _has_a_name_twice(root) else []
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError, yaml.YAMLError):
-        return None
-    return loaded if isinstance(loaded, dict) else None
+        return []
+
+
+def _loaded_besides(header: str, own: Collection[str]) -> list[str]:
+    """What else `datasets` would load, wherever it lies, by what the metadata says of the data."""
+    found = []
+    for names, value in ((names, value) for names, value in _values(_names(header)) if {"configs", "<<"} & {*names}):
+        is_a_split = names[-1] == "split" and re.fullmatch(r"\w+", value) is not None
+        is_strange = "data_files" in names and value not in own and not is_a_split
+        if is_strange or "data_dir" in names or "<<" in names:
+            found.append(value)
+    return found
+
+
+def _values(pairs: Iterable[tuple[Any, Any]], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """All values, each under the names above it."""
+    for name, value in pairs:
+        names = (*above, str(name.value))
+        for one in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+            if isinstance(one, yaml.MappingNode):
+                yield from _values(one.value, names)
+            elif isinstance(one, yaml.SequenceNode):
+                yield from _values([(name, one)], above)
+            else:
+                yield names, str(one.value)
 
 
 def _has_a_name_twice(node: Any) -> bool:

@@ -89,6 +89,11 @@ class PrivacyRecord:
         """The files that hold texts sampled from the model, where these were saved and not the model."""
         return sorted(_CORPORA.intersection(self.files))
 
+    @property
+    def is_corpus(self) -> bool:
+        """It is about texts alone."""
+        return bool(self.corpus) and not self.weights
+
     def to_json(self) -> str:
         """Strict JSON of this version; `from_json` is the inverse, but for the seed."""
         config = {name: "inf" if value == math.inf else value for name, value in self.config.published().items()}

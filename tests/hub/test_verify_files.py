@@ -14,7 +14,7 @@ from hf_dp import PrivacyConfig
 from hf_dp.hub import verify, write_card
 from hf_dp.hub.record import PrivacyRecord, sha256
 from hf_dp.hub.saved import may_be_published
-from tests.hub.forging import failed, in_record, invoke, seal
+from tests.hub.forging import failed, in_record, in_text, invoke, seal
 from tests.training.workbench import make
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -88,19 +88,63 @@ def test_code_in_a_folder_of_its_own_is_noticed(copy: Path) -> None:
     assert "other files" in {check.name for check in verify(copy).checks if not check.passed}
 
 
-def test_what_lies_beside_a_corpus_would_be_loaded_with_it(copy: Path) -> None:
+@pytest.fixture
+def corpus(copy: Path) -> Path:
+    """Texts with the record of a model."""
     folder = copy / "corpus"
     folder.mkdir()
     (folder / "corpus.jsonl").write_text('{"text": "a", "label": "b"}\n')
     record = PrivacyRecord.from_json((copy / "privacy.json").read_bytes())
     (folder / "privacy.json").write_text(record.with_files(folder, ["corpus.jsonl"]).to_json())
     write_card(folder)
-    assert verify(folder).private
-    for name in ("train.jsonl", "data/more.parquet"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("the private texts")
-        assert f"other files: not named in the record: {name}" in failed(folder)
-        (folder / name).unlink()
+    return folder
+
+
+def test_what_lies_beside_a_corpus_would_be_loaded_with_it(corpus: Path) -> None:
+    (corpus / ".gitattributes").write_text("*.jsonl filter=lfs\n")
+    assert verify(corpus).private, failed(corpus)
+    for name in ("train.jsonl", "data/more.parquet", ".huggingface.yaml"):
+        (corpus / name).parent.mkdir(exist_ok=True)
+        (corpus / name).write_text("the private texts")
+        assert f"other files: not named in the record: {name}" in failed(corpus)
+        (corpus / name).unlink()
+
+
+OTHERS = "https://example.org/others.jsonl"
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        f"configs:\n- config_name: default\n  data_files: {OTHERS}\n",
+        "configs:\n- config_name: default\n  data_files: ../corpus.jsonl\n",
+        f"configs:\n- config_name: a\n  data_files: corpus.jsonl\n- data_files: [corpus.jsonl, {OTHERS}]\n",
+        f"configs: [{{config_name: a, data_files: [{{split: train, path: [{OTHERS}]}}]}}]\n",
+        f"configs: [{{config_name: a, data_files: {{split: {OTHERS}}}}}]\n",
+        f'"configs": [{{config_name: a, data_files: {{train: {OTHERS}}}}}]\n',
+        "configs:\n- config_name: default\n  data_dir: ..\n",
+        f"configs: {{data_files: {OTHERS}}}\n",
+        f"<<: {{configs: [{{config_name: a, data_files: {OTHERS}}}]}}\n",
+    ],
+)
+def test_a_card_that_has_other_texts_loaded_than_the_corpus_is_noticed(corpus: Path, metadata: str) -> None:
+    """`load_dataset` reads there which files to load, wherever these lie."""
+    in_text(lambda text: text.replace("---\n", f"---\n{metadata}", 1))(corpus)
+    assert failed(corpus).startswith("card, data: "), failed(corpus)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "configs:\n- config_name: default\n  data_files: corpus.jsonl\n",
+        "configs:\n- config_name: default\n  default: true\n  data_files:\n  - split: train\n    path: corpus.jsonl\n",
+        "task_categories: [text-classification]\nsize_categories: [n<1K]\n",
+    ],
+)
+def test_a_card_may_say_how_a_corpus_is_loaded(corpus: Path, metadata: str) -> None:
+    in_text(lambda text: text.replace("---\n", f"---\n{metadata}", 1))(corpus)
+    assert verify(corpus).private, failed(corpus)
 
 
 @pytest.mark.few(20)
