@@ -75,7 +75,7 @@ def strange_files(source: Source, record: PrivacyRecord) -> list[str]:
         known = set(record.files.values())
         others -= {name for name in others if is_left_over(name) or _is_the_models_own_code(source, name, known)}
         others -= beside(source, record)
-    own = folders_of_their_own(source)
+    own = set() if record.is_corpus else folders_of_their_own(source)
     return sorted(name for name in others if not harmless(name) and not _is_in_one_of(own, name))
 
 

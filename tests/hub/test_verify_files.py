@@ -110,6 +110,14 @@ def test_what_lies_beside_a_corpus_would_be_loaded_with_it(corpus: Path) -> None
         (corpus / name).unlink()
 
 
+def test_a_record_of_its_own_does_not_cover_what_is_loaded_with_a_corpus(corpus: Path) -> None:
+    """`load_dataset` looks into all folders, and for data in `data` first."""
+    (corpus / "data").mkdir()
+    (corpus / "data" / "privacy.json").write_text("{}")
+    (corpus / "data" / "train.jsonl").write_text("the private texts")
+    assert "other files: not named in the record: data/privacy.json, data/train.jsonl" in failed(corpus)
+
+
 OTHERS = "https://example.org/others.jsonl"
 
 
