@@ -75,14 +75,23 @@ def strange_files(source: Source, record: PrivacyRecord) -> list[str]:
         known = set(record.files.values())
         others -= {name for name in others if is_left_over(name) or _is_the_models_own_code(source, name, known)}
         others -= beside(source, record)
-    own = set() if record.is_corpus else folders_of_their_own(source)
+    own = folders_of_their_own(source, record)
     return sorted(name for name in others if not harmless(name) and not _is_in_one_of(own, name))
 
 
-def folders_of_their_own(source: Source) -> set[str]:
-    """Folders with a record of their own, each a model to be verified for itself."""
+def folders_of_their_own(source: Source, record: PrivacyRecord) -> set[str]:
+    """Folders with a record of their own, each a model to be verified for itself; not those that are loaded with what
+    this record is about."""
+    if record.is_corpus:
+        return set()
     paths = [PurePosixPath(name) for name in source.names if name.endswith(f"/{RECORD_FILE}")]
-    return {path.parent.as_posix() for path in paths if path.parts[0] not in _LOADED_FOLDERS}
+    loaded = {*_LOADED_FOLDERS, *_folders_held(record)}
+    return {path.parent.as_posix() for path in paths if path.parts[0].casefold() not in loaded}
+
+
+def _folders_held(record: PrivacyRecord) -> set[str]:
+    """In which files of the record lie: whoever loads these may load what lies beside them."""
+    return {name.casefold().split("/")[0] for name in record.files if "/" in name}
 
 
 def beside(source: Source, record: PrivacyRecord) -> set[str]:
@@ -90,7 +99,9 @@ def beside(source: Source, record: PrivacyRecord) -> set[str]:
     names = source.names - record.files.keys() if source.is_local and not record.is_corpus else set()
     found = {name for name in names if _is_of_another_model(name)}
     named = _folders_named(source, record) if found else set()
-    return set() if named is None else {name for name in found if name.casefold().split("/")[0] not in named}
+    if named is None:
+        return set()
+    return {name for name in found if name.casefold().split("/")[0] not in named | _folders_held(record)}
 
 
 def _is_of_another_model(name: str) -> bool:

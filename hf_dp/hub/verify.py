@@ -180,7 +180,7 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
             "Texts, and no model: that they were sampled from the model of this ledger, and that none was chosen by "
             "looking at the private data, is the word of whoever published them."
         )
-    if others := sorted(folders_of_their_own(source)):
+    if others := sorted(folders_of_their_own(source, record)):
         yield f"Models in folders of their own are not checked here: {', '.join(others)}. Verify each for itself."
     claimed = tuple(f"{other}/" for other in others)
     names = {name for name in beside(source, record) if not name.startswith(claimed) and not is_left_over(name)}

@@ -173,6 +173,20 @@ def test_what_is_not_known_to_be_harmless_is_strange(copy: Path, name: str) -> N
     assert failed(copy).startswith(f"other files: not named in the record: {name}")
 
 
+def test_a_record_of_its_own_does_not_cover_a_folder_of_the_model_above(copy: Path) -> None:
+    """An encoder lies there, say, and whoever loads it loads an adapter beside it."""
+    (copy / "0_Transformer").mkdir()
+    shutil.copy(copy / "config.json", copy / "0_Transformer" / "config.json")
+    record = PrivacyRecord.from_json((copy / "privacy.json").read_bytes())
+    names = [*record.files, "0_Transformer/config.json"]
+    (copy / "privacy.json").write_text(record.with_files(copy, names).to_json())
+    write_card(copy)
+    assert verify(copy).private, failed(copy)
+    for name in ("privacy.json", "adapter_config.json", "adapter_model.safetensors"):
+        (copy / "0_Transformer" / name).write_text("{}")
+    assert "other files: not named in the record: 0_Transformer/adapter_config.json" in failed(copy)
+
+
 def test_a_record_of_its_own_does_not_cover_what_the_model_above_loads(copy: Path) -> None:
     for folder, name in (("custom_generate", "generate.py"), ("additional_chat_templates", "a.jinja"), ("x", "y.py")):
         (copy / folder).mkdir()
