@@ -125,6 +125,9 @@ def share(corpus: Texts, names: Sequence[str], directory: Path, model: Path, kin
         f"""---
 task_categories: [text-classification]
 tags: [synthetic]
+configs:
+- config_name: default
+  data_files: {file.name}
 ---
 
 # Synthetic labelled texts

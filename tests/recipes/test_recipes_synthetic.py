@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from datasets import load_dataset
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -189,6 +190,16 @@ def test_nothing_else_may_lie_in_the_shared_folder(part: Any, tmp_path: Path) ->
     (tmp_path / "notes.txt").write_text("about the private texts")
     with pytest.raises(ConfigurationError, match="holds notes.txt"):
         texts.share(texts.Texts([], []), NAMES, tmp_path, tmp_path, "csv", "")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_corpus_is_loaded_by_the_name_of_its_folder(part: Any, tmp_path: Path, kind: str) -> None:
+    """Beside a record in JSON, which is no data."""
+    texts, folder = part("common.labelled_texts"), tmp_path / "corpus"
+    texts.share(texts.Texts(["one", "two"], [2, 0]), NAMES, folder, ROOT / "tests/hub/released/0.2.0/plain", kind, "")
+    loaded = load_dataset(str(folder), cache_dir=str(tmp_path / "cache"))
+    assert loaded["train"].to_list() == [{"text": "one", "label": NAMES[2]}, {"text": "two", "label": NAMES[0]}]
+    assert verify(folder).private
 
 
 class Echo:
