@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -97,7 +98,7 @@ class NoiseSource(ABC):
         Raises:
             ConfigurationError: a standard deviation that is negative, not finite, or not representable in the
                 tensors' dtype.
-            HfDpError: a tensor that is not float32 or float64, or that comes twice.
+            HfDpError: a tensor that is not float32 or float64, or numbers that come twice.
         """
         targets = [tensor.detach() for tensor in tensors]
         _check(targets, standard_deviation)
@@ -209,8 +210,37 @@ def _check(tensors: list[torch.Tensor], standard_deviation: float) -> None:
             )
     places = [(tensor.device, tensor.data_ptr()) for tensor in tensors if tensor.numel()]
     if len(set(places)) < len(places):
-        raise HfDpError(
-            "noise asked for the same tensor twice in one call.",
-            why="it would get twice the variance that was promised and accounted for.",
-            fix="pass each tensor once; a tied parameter has one gradient.",
-        )
+        raise _twice("the same tensor")
+    together: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            together.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(tensor)
+    if any(map(_share_numbers, together.values())):
+        raise _twice("the same numbers")
+
+
+def _twice(what: str) -> HfDpError:
+    return HfDpError(
+        f"noise asked for {what} twice in one call.",
+        why="it would get twice the variance that was promised and accounted for.",
+        fix="pass each tensor once; a tied parameter has one gradient.",
+    )
+
+
+def _share_numbers(tensors: list[torch.Tensor]) -> bool:
+    """Of tensors in one storage, whether a number belongs to several of them, or to one of them several times."""
+    if len({tensor.itemsize for tensor in tensors}) > 1:
+        return True
+    reach = [1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in tensors]
+    spans = sorted((t.storage_offset(), t.storage_offset() + length) for t, length in zip(tensors, reach, strict=True))
+    are_apart = all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    if are_apart and all(tensor.is_contiguous() for tensor in tensors):
+        return False
+    first, last = spans[0][0], max(end for _, end in spans)
+    seen, numbers = torch.zeros(last - first, dtype=torch.uint8), 0
+    for tensor in tensors:
+        if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            return True
+        seen.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first).fill_(1)
+        numbers += tensor.numel()
+    return int(seen.count_nonzero()) < numbers

@@ -157,6 +157,20 @@ class NoiseSourceContract(DistributionContract):
                 self.source().add_(pair, 1.0, 0)
         assert (tensor == 0).all()
 
+    def test_failure_9_noise_once_numbers_that_tensors_share_are_refused(self) -> None:
+        tensor = torch.zeros(4, 4)
+        overlapping = torch.zeros(6).as_strided((4, 3), (1, 1))
+        flat = tensor.view(16)
+        shared = [[tensor, tensor[1:]], [flat[:8], flat[4:12]], [tensor.t()[1:], tensor[2]], [flat[1::2], flat[:3]]]
+        for given in (*shared, [overlapping], [torch.zeros(2), torch.zeros(1, 4).expand(3, 4)]):
+            with pytest.raises(HfDpError, match="the same numbers twice"):
+                self.source().add_(given, 1.0, 0)
+            assert all((one == 0).all() for one in given)
+        for given in ([tensor[:, :2], tensor[:, 2:]], [flat[::2], flat[1::2]], [tensor[:2], tensor[2:]]):
+            tensor.zero_()
+            self.source().add_(given, 1.0, 0)
+            assert (tensor != 0).all()
+
     # --- where the randomness comes from -----------------------------------------------------------------------------
 
     def test_seed_step_and_stream_decide_the_noise_and_each_alone_changes_it(self) -> None:
