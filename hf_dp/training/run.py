@@ -64,10 +64,9 @@ class Run:
         self._known: dict[str, Part] = {} if before is None else before._known
         self._written: WrittenGradients | None = None
         self._magnitudes: Magnitudes | None = None
-        self._ties = tied(engine.model)
+        self._has_begun, self._ties = False, tied(engine.model)
         self._surroundings, self._statistics = dict[str, object](), {"examples": 0, "clipped": 0, "non_finite": 0}
         self._leaving: Leaving | None = None  # until something may be released
-        self._has_begun = False
 
     @property
     def begun(self) -> Run | None:
@@ -163,9 +162,8 @@ class Run:
         said = {"the promise": self.plan.promise, "the step to begin at": step, "the ledger": self.ledger.to_dict()}
         agree({**said, **described_optimizer(optimizer), **described_values(model)})
         refuse_broken_ties(self._ties, model)
-        refuse_optimizer(
-            optimizer, model, is_complete=True, is_restored=bool(checkpoint), by_rows=self.by_rows.values()
-        )
+        restored, by_rows = checkpoint is not None, self.by_rows.values()
+        refuse_optimizer(optimizer, model, is_complete=True, is_restored=restored, by_rows=by_rows)
         self._written = WrittenGradients(optimizer, around)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
         say("\n".join(opening(self.plan, model, optimizer)))
