@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer
 
+import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
+from hf_dp.per_example.checks.memory import buffers_put_back
 from hf_dp.training.base import TrainerBehind
+
+logger = logging.getLogger(__name__)
 
 
 class EvaluationMixin(TrainerBehind):
@@ -62,6 +67,19 @@ class EvaluationMixin(TrainerBehind):
                 "return_outputs=False, num_items_in_batch=None) too.",
             )
         return loss, _as_trainer_reads(outputs[0], loss)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; what rows of evaluation write into buffers that are saved with the model is put back."""
+        with buffers_put_back(self.accelerator.unwrap_model(self.model)) as written:
+            output = super().evaluation_loop(*args, **kwargs)
+        if written:
+            ranks.warn(
+                logger,
+                "Evaluation changed the buffer %r, which is saved with the model; it was put back, since no noise is "
+                "added to what it remembers of these rows (register_buffer(..., persistent=False) is not saved).",
+                written[0],
+            )
+        return output
 
     def prediction_step(
         self,

@@ -116,7 +116,7 @@ def _is_transformers_own(trainer: Any) -> bool:
     if any(map(is_of_trl, type(trainer).__mro__)):
         return False  # which count what they evaluate
     for name in ("evaluate", "evaluation_loop", "get_eval_dataloader", "_get_eval_sampler"):
-        owner = next(kind for kind in type(trainer).__mro__ if name in vars(kind))
+        owner = next(kind for kind in type(trainer).__mro__ if kind is not EvaluationMixin and name in vars(kind))
         if name in vars(trainer) or not is_of_transformers(owner):
             return False
     return True

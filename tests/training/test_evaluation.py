@@ -206,6 +206,35 @@ def test_generated_texts_are_evaluated_beside_a_loss_of_ones_own(tmp_path: Path)
     assert found["eval_loss"] == pytest.approx(2 * ordinary["eval_loss"], rel=1e-5)
 
 
+class Counting(nn.Module):
+    """Adds up what it is given in evaluation, into what is saved with the model or not."""
+
+    def __init__(self, is_saved: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=is_saved)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.seen += x.sum().detach()
+        return x
+
+
+@pytest.mark.checked_anew
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_failure_147_what_a_model_writes_in_evaluation_mode_is_not_saved_with_it(
+    tmp_path: Path, is_saved: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = classifier()
+    model.dropout = Counting(is_saved)
+    trainer = make(tmp_path, model, parts={"eval_dataset": OTHERS}, **EACH)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert verify(tmp_path / "saved").consistent
+    trainer.evaluate()
+    assert bool(model.dropout.seen) is not is_saved
+    assert ("'dropout.seen', which is saved with the model" in caplog.text) is is_saved
+
+
 def test_steps_before_an_evaluation_that_fails_are_not_lost(tmp_path: Path) -> None:
     asked: list[int] = []
 

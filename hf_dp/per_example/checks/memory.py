@@ -34,7 +34,8 @@ _AS_THEY_WERE: Any = WeakTensorKeyDictionary()
 @contextmanager
 def unchanged_weights(model: nn.Module) -> Iterator[None]:
     """Refuses a model whose passes write into what is saved with it: parameters, frozen or trained, and what modules
-    add to a state dict (extra state, hooks). Buffers are for `unchanged_state` to see.
+    add to a state dict (extra state, hooks). Buffers are for `unchanged_state` to see; here they are put back, also
+    what passes in evaluation mode have written.
 
     Compared are checksums, whatever way it was written in: of what was written to and is as it was they are from now
     on. What was written stays there, and as long as it does the model is refused. So are those that let a parameter be
@@ -46,7 +47,7 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
     before, switched = _checksums(model), list[str]()
     _refuse_written(model, {**before, **_others(named_modules(model))})
     try:
-        with writes_noted(model), _trained_as_before(model, switched):
+        with writes_noted(model), _trained_as_before(model, switched), buffers_put_back(model):
             yield
     except BaseException:
         # An accelerator that is full, or had an index out of range, answers nothing, which must not hide the reason.
@@ -98,15 +99,7 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     before, others, writes = _saved_buffers(modules), _others(modules), _writes(modules)
 
     def undone() -> tuple[list[_Place], list[str]]:
-        modules = named_modules(model)
-        now = _saved_buffers(modules, as_is=True)
-        changed = [place for place in {**before, **now} if not same(before.get(place), now.get(place))]
-        for path, last in changed:
-            owner = model.get_submodule(path)
-            value, found = before.get((path, last)), owner._buffers.pop(last, None)
-            if (path, last) in before:
-                is_there = value is not None and found is not None and found.shape == value.shape
-                owner._buffers[last] = found.detach().copy_(value) if is_there else value  # type: ignore[union-attr,arg-type]
+        changed, modules = _put_back(model, before), named_modules(model)
         if written := _differing(others, left := _others(modules)) + _differing(writes, _writes(modules)):
             _note_written(model, written, {**_checksums(model), **left})
         return changed, written
@@ -127,6 +120,32 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
             why="it is saved with the model, and no noise is added to what was computed of the data.",
             fix="begin again from the last checkpoint, in a model that is loaded anew, without what writes into it.",
         )
+
+
+@contextmanager
+def buffers_put_back(model: nn.Module) -> Iterator[list[str]]:
+    """Puts back what is written inside into buffers that are saved with the model: their names, once it has ended."""
+    before, written = _saved_buffers(named_modules(model)), list[str]()
+    try:
+        yield written
+    except BaseException:
+        with suppress(RuntimeError):  # see `unchanged_weights`
+            _put_back(model, before)
+        raise
+    written += [".".join(filter(None, place)) for place in _put_back(model, before)]
+
+
+def _put_back(model: nn.Module, before: Mapping[_Place, Tensor | None]) -> list[_Place]:
+    """Makes saved buffers what they were `before`; which were others."""
+    now = _saved_buffers(named_modules(model), as_is=True)
+    changed = [place for place in {**before, **now} if not same(before.get(place), now.get(place))]
+    for path, last in changed:
+        owner = model.get_submodule(path)
+        value, found = before.get((path, last)), owner._buffers.pop(last, None)
+        if (path, last) in before:
+            is_there = value is not None and found is not None and found.shape == value.shape
+            owner._buffers[last] = found.detach().copy_(value) if is_there else value  # type: ignore[union-attr,arg-type]
+    return changed
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Telling(Recommender):
 
 @pytest.mark.parametrize("place", ["seen", "told"])
 @pytest.mark.parametrize("method", ["fest", "adafest"])
-def test_what_one_example_writes_into_a_model_is_refused_where_rows_are_chosen(
+def test_failure_148_what_one_example_writes_into_a_model_is_refused_where_rows_are_chosen(
     tmp_path: Path, method: str, place: str
 ) -> None:
     """As in a step: the choice looks at all examples, and no noise is added to what a pass leaves."""
