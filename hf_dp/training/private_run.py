@@ -95,14 +95,14 @@ class PrivateRun:
         output_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        check_privacy(privacy)
         sizes = {"expected_batch_size": expected_batch_size, "micro_batch_size": micro_batch_size, "steps": steps}
         cap = {"max_tokens_per_micro_batch": max_tokens_per_micro_batch}
-        self._output_dir = refuse_own_settings(sizes, options, output_dir, loss)
-        self.model, self.privacy, self._step, self._micro_batch_size = unwrapped(model), privacy, 0, micro_batch_size
-        for part in parts_of(privacy).values():
-            part.refuse(Setting(privacy))
+        self.privacy, self._step, self._micro_batch_size = privacy, 0, micro_batch_size
         with ranks.together():
+            check_privacy(privacy)
+            self._output_dir, self.model = refuse_own_settings(sizes, options, output_dir, loss), unwrapped(model)
+            for part in parts_of(privacy).values():
+                part.refuse(Setting(privacy))
             check_data(dataset, expected_batch_size, privacy, earlier := records_before(privacy))
             check_modules(self.model)
             check_ranks(dataset, self.model, {**sizes, **cap, "PrivacyConfig": privacy.to_dict()})
@@ -161,11 +161,11 @@ class PrivateRun:
             LedgerError: a checkpoint of other data, config, weights or optimizer, damaged or changed.
             BudgetExceededError: the budget was already spent.
         """
-        self._order.refuse_second_beginning()
-        refuse_own_optimizer(optimizer, self.model, scheduler, self.privacy)
-        if resume_from_checkpoint is True:
-            refuse_no_output_dir(self._output_dir, "resume_from_checkpoint=True")
         with ranks.together(), ExitStack() as lock:
+            self._order.refuse_second_beginning()
+            refuse_own_optimizer(optimizer, self.model, scheduler, self.privacy)
+            if resume_from_checkpoint is True:
+                refuse_no_output_dir(self._output_dir, "resume_from_checkpoint=True")
             if self._output_dir is not None:
                 refuse_files_in_the_way(str(self._output_dir))
                 lock.enter_context(alone_in(self._output_dir))
@@ -233,7 +233,7 @@ class PrivateRun:
             ConfigurationError: a batch that is not the latest of `batches`, a gradient that no optimizer took, or
                 weights that something else has moved.
         """
-        with self._order.used(batch, self.ledger, self._optimizer) as item, ranks.together():
+        with ranks.together(), self._order.used(batch, self.ledger, self._optimizer) as item:
             keep_step(self.global_step, "goes on", rate_of(self._optimizer))
             self.model.train()
             mean = self._run.step(item).mean_loss

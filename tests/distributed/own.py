@@ -144,3 +144,20 @@ def with_prepared_schedule(path: str, **options: Any) -> tuple[str, list[float]]
     except ConfigurationError as error:
         return str(error), rates
     return "", rates
+
+
+def told_of_a_loop(path: str) -> str:
+    """What each rank raises where rank 1 moves weights by itself, and the other waits for it."""
+    run, *_ = started(path, "bert")
+    gone = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Connection closed by peer")
+    try:
+        for batch in run.batches():
+            if torch.distributed.get_rank():
+                nn.init.zeros_(next(run.model.parameters()))
+            with mock.patch("hf_dp.training.private_run.keep_step", side_effect=gone):
+                run.step(batch)
+    except HfDpError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        run.end()
+    return ""

@@ -8,7 +8,15 @@ import pytest
 
 from hf_dp.hub import verify
 from tests.distributed.gang import Gang
-from tests.distributed.own import PARTS, differing, left_by_one, looped, made_too_early, with_prepared_schedule
+from tests.distributed.own import (
+    PARTS,
+    differing,
+    left_by_one,
+    looped,
+    made_too_early,
+    told_of_a_loop,
+    with_prepared_schedule,
+)
 from tests.distributed.tasks import STEPS, farthest
 from tests.training.workbench import same
 
@@ -75,3 +83,10 @@ def test_a_schedule_that_runs_through_once_for_each_process_is_refused(tmp_path:
 def not_with_the_optimizer(path: str) -> tuple[str, list[float]]:
     """As accelerate can be told."""
     return with_prepared_schedule(path, step_scheduler_with_optimizer=False)
+
+
+@pytest.mark.slow
+def test_what_one_rank_refuses_of_its_loop_is_told_to_all(tmp_path: Path, pair: Gang) -> None:
+    first, second = pair.run(told_of_a_loop, str(tmp_path))
+    assert second.startswith("ConfigurationError: step(), after something else than the run's optimizer has changed")
+    assert "RanksError: rank 1 stopped: ConfigurationError: step(), after something else" in first
