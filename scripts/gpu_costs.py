@@ -20,7 +20,6 @@ from workloads import GPU_CASES, MICRO_BATCHES, SMALL_CASES, VARIANTS, Case, Set
 
 from hf_dp.per_example import products
 from hf_dp.per_example.chosen import Chosen
-from hf_dp.training.at_rest import older_objects_at_rest
 
 Cases = Iterator[tuple[str, Callable[[], str]]]
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "dp-accounting", "numpy", "scipy")
@@ -122,15 +121,13 @@ def _speed(case: Case, names: list[str], setting: Setting) -> str:
             failed[name] = told(error)
     if "ordinary" in failed:
         return failed["ordinary"]
-    # As in DPTrainer, and for the ordinary step too: of what waits for its host a GPU has enough.
-    with older_objects_at_rest():
-        kernels = {name: _on_device(step, setting.device) for name, step in steps.items()}
-        # Where others lie beside it, a step may take memory anew that it would otherwise have at hand: in a first turn,
-        # and what it still takes after that is told.
-        measuring.in_turns(steps, 1, setting.device)
-        before = _taken(setting.device)
-        seconds = measuring.in_turns(steps, 3, setting.device)
-        taken = _taken(setting.device) - before
+    kernels = {name: _on_device(step, setting.device) for name, step in steps.items()}
+    # Where others lie beside it, a step may take memory anew that it would otherwise have at hand: in a first turn,
+    # and what it still takes after that is told.
+    measuring.in_turns(steps, 1, setting.device)
+    before = _taken(setting.device)
+    seconds = measuring.in_turns(steps, 3, setting.device)
+    taken = _taken(setting.device) - before
     tokens = MICRO_BATCHES * case.batch * case.length / statistics.median(seconds["ordinary"])
     held = f", {peaks['ordinary']:,.0f} MiB" if peaks["ordinary"] else ""
     found = [f"ordinary {tokens:,.0f} tokens a second{held}"]
