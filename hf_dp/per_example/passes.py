@@ -8,12 +8,14 @@ parameter that is used several times, until all of its uses have come, and those
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+import hf_dp.ranks as ranks
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.factors import Factors
@@ -35,7 +37,7 @@ class TwoPasses(PerExampleGradients):
     """Per-example gradients of which only norms are kept, and the factors of tables; a weighted sum is a second pass.
 
     Args:
-        watched: makes a watch for `take`; see `TakenWatch` for whether uses are joined.
+        watched: makes a watch for `take`; see `TakenWatch` for whether uses are joined, and come in order.
         run: runs it; the losses (B,).
         size: B.
         parameters: the trainable ones.
@@ -47,7 +49,7 @@ class TwoPasses(PerExampleGradients):
 
     def __init__(
         self,
-        watched: Callable[[Take, bool], TakenWatch],
+        watched: Callable[[Take, bool, bool], TakenWatch],
         run: Callable[[TakenWatch], Tensor],
         size: int,
         parameters: dict[str, nn.Parameter],
@@ -63,12 +65,18 @@ class TwoPasses(PerExampleGradients):
         self._bits = torch.zeros((), dtype=torch.int64)
         self._of_rows: dict[str, Tensor] = {}
         self._differed: Tensor | None = None
+        self._order: list[str] = []
         if not self._is_piece:
             self._measure()
 
     def _measure(self) -> None:
         norms = NormsOfDropped()
-        watch = self._watched(lambda name, uses: norms.add(self._grouped(uses)), True)
+
+        def take(name: str, uses: list[Factors]) -> None:
+            self._order.append(name)
+            norms.add(self._grouped(uses))
+
+        watch = self._watched(take, True, False)
         losses = self._run(watch)
         with torch.no_grad():
             self._measured = norms.pairs()
@@ -114,18 +122,24 @@ class TwoPasses(PerExampleGradients):
                     add(name, own)
                     self._of_rows[name] = magnitude_of_all(own) + self._of_rows.get(name, 0)
 
-                watch = self._watched(add_piece, False)
+                watch = self._watched(add_piece, False, False)
                 self.losses, self.uses = self._run(watch), frozenset(watch.uses)
                 self.differing = most_differing(watch.differing)
                 return
 
+            is_scattered = any(isinstance(one, Shard) for one in out.values())
+            in_order = is_scattered and not _have_the_same(self._order)
+            turns = iter([n for n in self.parameters if n not in self.factors] if in_order else self._order)
+
             def add_dropped(name: str, uses: list[Factors]) -> None:
+                if is_scattered and next(turns, None) != name:
+                    raise _in_another_order(name)
                 if name not in self.factors:
                     add(name, self._grouped(uses))
 
             with unchanged_global_state():
                 self._back()
-                watch = self._watched(add_dropped, False)
+                watch = self._watched(add_dropped, False, in_order)
                 self._run(watch)
         differing = watch.bits.ne(self._bits)
         if self._grouping is not None:
@@ -138,6 +152,20 @@ class TwoPasses(PerExampleGradients):
 
     def _restricted(self, name: str, uses: list[Factors]) -> list[Factors]:
         return restricted(uses, self._trained_rows[name]) if name in self._trained_rows else uses
+
+
+def _have_the_same(order: Sequence[str]) -> bool:
+    """Whether gradients come by in one order on all ranks: they may have none of an expert that others have one of."""
+    digest = hashlib.sha256("\n".join(order).encode()).digest()
+    return len(ranks.gathered([int.from_bytes(digest[:6])]).unique()) == 1
+
+
+def _in_another_order(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the gradient of {name} came at another time when it was computed again, in shards (FSDP2).",
+        why="the ranks would add up gradients of different parameters.",
+        fix="let the model compute the same when it is called again on the same batch, or leave passes at 1.",
+    )
 
 
 def refuse_two_passes(model: nn.Module, in_pieces: bool) -> None:
@@ -194,11 +222,11 @@ def record_in_two_passes(
     size, parameters = batch_size(batch), trainable(model)
     check_pictures(model, batch)
 
-    def watched(take: Take, joined: bool) -> TakenWatch:
+    def watched(take: Take, joined: bool, in_order: bool) -> TakenWatch:
         reader = Reader(size, None, certificate.readings)
-        # All ranks scatter the sum of each parameter once, in the order in which backward passes come by.
+        # All ranks scatter the sum of each parameter once, in one order.
         is_once = joined or is_sharded(model)
-        return TakenWatch(reader, rules, tables=frozenset(tables), take=take, joined=is_once)
+        return TakenWatch(reader, rules, tables=frozenset(tables), take=take, joined=is_once, in_order=in_order)
 
     def run(watch: TakenWatch) -> Tensor:
         return checked_run(watch, model, loss_fn, batch, certificate)

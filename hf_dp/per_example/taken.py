@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +28,14 @@ class TakenWatch(Watch):
     Attributes:
         take: gets them.
         joined: whether it gets all uses of a parameter together, and those of `tables` are kept; else each as it comes.
+        in_order: whether all come at the end, in the order of the parameters, also of those that have no uses.
         adds_bits: whether checksums are kept.
         bits: (B,) checksums of each example's factors, int64, whatever the order of the uses.
     """
 
     take: Take = lambda name, uses: None
     joined: bool = True
+    in_order: bool = False
     adds_bits: bool = True
     bits: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     _to_come: Counter[str] = field(default_factory=Counter)
@@ -54,8 +57,10 @@ class TakenWatch(Watch):
         return losses
 
     def _hand_on_rest(self) -> None:
-        for name in [name for name, uses in self.factors.items() if uses and name not in self.tables]:
-            self._hand_on(name)
+        rest = [name for name, uses in self.factors.items() if uses or (self.in_order and name not in self._taken)]
+        for name in rest:
+            if name not in self.tables:
+                self._hand_on(name)
 
     def _use(self, rule: Rule, bound: Any, parameters: list[str], function: Any, args: Any, kwargs: Any) -> Any:
         # What checkpoints compute again, in the backward pass, was counted in the forward pass.
@@ -87,14 +92,14 @@ class TakenWatch(Watch):
             self._hand_on(name)
         elif name in self._taken:
             raise refusal([name], "an operation in the backward pass", "all of its uses in the forward pass had come")
-        elif name not in self._open and len(self.factors[name]) == self._to_come[name]:
+        elif not self.in_order and name not in self._open and len(self.factors[name]) == self._to_come[name]:
             self._hand_on(name)
 
     def _hand_on(self, name: str) -> None:
         refuse_changed(self._noted.pop(name, ()))
         uses, self.factors[name] = self.factors[name], []
-        self._taken.add(name)
-        with torch.no_grad(), full_precision(_device_of(uses[0])):
+        self._taken.update([name] if uses else [])
+        with torch.no_grad(), full_precision(_device_of(uses[0])) if uses else nullcontext():
             self.take(name, uses)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hf_dp.accounting import truncated
+from tests.distributed.experts import summed
 from tests.distributed.gang import Gang
 from tests.distributed.sending import sent_in_one_step
 from tests.distributed.sharded import stepped
@@ -191,3 +192,13 @@ def test_in_two_passes_shards_agree_with_one_process(tmp_path: Path, pair: Gang,
         assert farthest(found["parameters"], alone["parameters"]) < TOLERANCE
         assert found["losses"] == pytest.approx(alone["losses"], abs=1e-4)
         assert found["report"] == alone["report"]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("of_rank", [[[0, 1], [2, 3]], [[3], [0, 1, 2]], [[1, 2], [1, 2]]])
+def test_failure_149_ranks_whose_examples_come_to_other_experts(
+    pair: Gang, of_rank: list[list[int]], passes: int
+) -> None:
+    alone = pair.alone(summed, of_rank, False)
+    for found in pair.run(summed, of_rank, True, passes):
+        assert farthest(found, alone) < 1e-12
