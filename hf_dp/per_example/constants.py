@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.apart import of_all
 from hf_dp.per_example.bits import bits_of
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.ieee import full_precision
@@ -47,6 +48,7 @@ class Constant:
 
     def gather(self, factors: Factors) -> None:
         """Adds the gradients of one use."""
+        factors = of_all(factors)
         if not self._is_handed_on(factors):
             magnitude = magnitude_of(factors)
             self.magnitude = magnitude if self.magnitude is None else self.magnitude + magnitude

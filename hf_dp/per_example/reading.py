@@ -6,16 +6,22 @@ What preflight certified decides, where there is a certificate; what is left in 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.followed.axes import is_plainly_folded
 from hf_dp.per_example.followed.copies import Copy
 from hf_dp.per_example.followed.rows import FollowedRows
+from hf_dp.per_example.order import Order
 from hf_dp.per_example.rule import (
+    ALONE,
+    AND_ALONE,
     AND_ROUTED,
     BY_GRADIENT,
     INFERRED,
@@ -34,6 +40,7 @@ _SORTED = "call model.set_experts_implementation('grouped_mm'), with which it is
 _BATCHED = "call model.set_experts_implementation('batched_mm'), with which Transformers' experts keep them in order"
 _NOT_IN_ORDER = "its rows were picked, and are not one of each, in order, of"
 _AGAIN = "a checkpoint computes it again without what picked its rows, which may be more of some than of others of"
+_NOT_ALONE = "other rows there are of one example each, which it is not known of these to be, among"
 _SECOND = "neither its first axis nor its second can be read as"
 _WHOLE = (
     "pick them by a mask or by numbers, h[mask], and let what follows work on each row by itself; let each example "
@@ -46,10 +53,12 @@ _WHOLE = (
 class Reader(FollowedRows):
     """Reads the axes of the inputs of one recording of one micro-batch."""
 
+    _copying: int | None = None
+
     def known(self, operation: str, parameters: list[str], given: Tensor | None) -> str | None:
         """How preflight saw such a use read, if it did."""
         found = self._seen(operation, parameters, given)
-        found = found if found is None else found.removeprefix(AND_ROUTED)
+        found = found if found is None else found.removeprefix(AND_ALONE).removeprefix(AND_ROUTED)
         if found == BY_GRADIENT:
             return "data" if given is not None and given.requires_grad else "constant"
         return found
@@ -64,12 +73,15 @@ class Reader(FollowedRows):
         return "folded" if rows % self.batch_size == 0 else None
 
     def axis(self, rule: Rule, bound: Bound, parameters: list[str]) -> Axis:
-        """How the input of a use is read: as "batch", "folded", SECOND, ROUTED or "constant".
+        """How the input of a use is read: as "batch", "folded", SECOND, ROUTED, ALONE or "constant".
 
         Raises:
             UnsupportedModelError: the shape has no reading, or may have another.
         """
+        if (alone := self._alone(rule, bound, parameters)) is not None:
+            return alone
         order, known = None, self._seen(rule.name, parameters, bound.input)
+        known = known if known is None else known.removeprefix(AND_ALONE)
         is_routed = known is not None and known.startswith(ROUTED)
         if bound.input is not None and bound.input.dim() and known != "constant":
             order = self.routes.order(bound.input, rule.is_sorted or is_routed)
@@ -84,6 +96,59 @@ class Reader(FollowedRows):
         if not self.routes.are_in_experts:
             self.follow()
         return Axis(self.batch_size, ROUTED, order)
+
+    def _alone(self, rule: Rule, bound: Bound, parameters: list[str]) -> Axis | None:
+        """How what is known to be of one example is read."""
+        given = bound.input
+        if given is None and self._copying is not None:
+            return Axis(1, ALONE, example=self._copying)
+        if given is None or rule.is_sorted or given.dim() < rule.features:
+            return None
+        is_row = given.dim() == rule.features
+        known = self.readings.get((rule.name, parameters[0], given.dim() + is_row), "")
+        may_be = known.startswith(ALONE)
+        example = 0 if may_be else None
+        if self.batch_size > 1:
+            example = None if self._picked is None else self._picked.example_of(given)
+        owners = None if is_row else self.routes.known(given)
+        # Of pieces of a batch one may hold one example alone, and another several.
+        if example is not None and (owners is None or not owners.dim()):
+            is_empty = not is_row and not len(given)
+            order = Order.of(torch.zeros(0, dtype=torch.long, device=given.device), 1) if is_empty else None
+            return Axis(1, ALONE, order, example, is_row)
+        if self.batch_size == 1:
+            return None
+        # What a loop took out in another step is not read by its shape here.
+        if may_be and owners is None and (known == ALONE or is_row or not self._is_whole(given)):
+            self._unreadable(rule.name, given, parameters, _NOT_ALONE)
+        return None
+
+    def one_of(self, parameters: list[str], data: list[Tensor]) -> int | None:
+        """The one example that several operands of an operation beside these parameters are of, if that is known."""
+        if self.batch_size == 1:
+            return 0 if self.readings.get(("expand", parameters[0], 0), "").startswith(ALONE) and data else None
+        if self._picked is None:
+            return None
+        found = {self._picked.example_of(one) for one in filter(self._picked.is_data, data)}
+        return found.pop() if len(found) == 1 else None
+
+    @contextmanager
+    def copying_for(self, example: int) -> Iterator[None]:
+        """Inside, copies of parameters are made for one example alone."""
+        self._copying = example
+        try:
+            yield
+        finally:
+            self._copying = None
+
+    def _is_whole(self, given: Tensor) -> bool:
+        """Whether it is known, whatever sizes there are, to have a row for each example; or to be of none."""
+        if self._picked is None:
+            return False
+        if not self._picked.is_data(given):
+            return True
+        axes = self._picked.axes
+        return axes.is_sure(given) and not axes.of(given) and len(given) == self.batch_size
 
     def _read(self, rule: Rule, bound: Bound, parameters: list[str]) -> str:
         given = bound.input
@@ -132,6 +197,7 @@ class Reader(FollowedRows):
         if (
             not is_known
             or given is None
+            or axis.reading == ALONE  # of which its losses may be others' all the same
             or self.batch_size in self.ambiguous_sizes
             or self.batch_size in given.shape[1:]
         ):

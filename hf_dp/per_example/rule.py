@@ -47,14 +47,19 @@ class Axis(NamedTuple):
 
     Where it is SECOND, (T, B, ...), rules see the first two axes in the other order; where it is ROUTED, (n, ...) in
     the order of something else, they see as many rows of each example, one after another, unless they are `is_sorted`.
+    Where it is ALONE they see a batch of one.
 
     Attributes:
         order: of a ROUTED input.
+        example: of one that is ALONE.
+        is_row: whether that is a single row, without an axis for it.
     """
 
     batch_size: int
     reading: str
     order: Order | None = None
+    example: int | None = None
+    is_row: bool = False
 
     def positions(self, tensor: Tensor) -> Tensor:
         """(B, T, n) from a tensor laid out like the input, features last."""
@@ -67,7 +72,7 @@ class Axis(NamedTuple):
         if self.reading == SECOND:
             return tensor.transpose(0, 1)
         if self.order is None:
-            return tensor
+            return tensor[None] if self.is_row else tensor
         if not len(tensor):
             return tensor.new_zeros(self.batch_size, *tensor.shape[1:])
         rows, blank = tensor[self.order.at], self.order.blank
@@ -84,6 +89,8 @@ class Axis(NamedTuple):
         if self.reading == SECOND:
             # Contiguous, as torch would have given it: models take its first two axes for one with `view`.
             return tensor.transpose(0, 1).contiguous()
+        if self.is_row:
+            return tensor[0]
         return tensor if self.order is None else tensor[self.order.back]
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -133,10 +140,13 @@ class Use(NamedTuple):
 SECOND = "second"
 # Rows that a module sorted, of which `followed/routes.py` knows whose they are.
 ROUTED = "routed"
+# Of one example, which a loop in Python took out of the batch.
+ALONE = "alone"
 # First in one place, second in another.
 MIXED = "mixed"
 # Before how other rows of such a use were read, of which it is known that they are in order, or shared by all examples.
 AND_ROUTED = f"{ROUTED}, else "
+AND_ALONE = f"{ALONE}, else "
 # Noted beside the reading of data that requires no gradient.
 PLAIN = "plain"
 BY_GRADIENT = "by gradient"
@@ -186,12 +196,12 @@ class Certificate(frozenset[Use]):
 
         "batch", "folded", "data" for both of these, "constant", or "either" for constant and another; BY_GRADIENT where
         all the others require a gradient and no constant does; SECOND, or MIXED for this and another; ROUTED, and with
-        others AND_ROUTED and how these were read.
+        others AND_ROUTED and how these were read; and so of ALONE, which comes before all others.
         """
         found: dict[tuple[str, str, int], set[str]] = {}
         for use in self | self.read:
             found.setdefault((use.operation, use.parameter, use.dimensions), set()).add(use.reading)
-        infers = any(INFERRED in seen for seen in found.values())
+        infers = any(seen & {INFERRED, ALONE} for seen in found.values())
         readings = {key: _joined(seen - {INFERRED}) for key, seen in found.items()}
         return {**readings, INFERS: INFERRED if infers else ""}
 
@@ -204,6 +214,8 @@ def _joined(readings: set[str]) -> str:
     is_plain, readings = PLAIN in readings, readings - {PLAIN}
     if len(readings) == 1:
         return next(iter(readings))
+    if ALONE in readings:
+        return AND_ALONE + _joined(readings - {ALONE} | ({PLAIN} if is_plain else set()))
     if SECOND in readings:
         return MIXED
     if ROUTED in readings:

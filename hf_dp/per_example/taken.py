@@ -15,7 +15,7 @@ from hf_dp.per_example.batch import Batch, LossFunction
 from hf_dp.per_example.bits import bits_of
 from hf_dp.per_example.factors import Factors, Outer
 from hf_dp.per_example.ieee import full_precision
-from hf_dp.per_example.rule import Rule, refusal, refuse_changed
+from hf_dp.per_example.rule import ALONE, Axis, Rule, refusal, refuse_changed
 from hf_dp.per_example.watch import Watch
 
 Take = Callable[[str, list[Factors]], None]
@@ -67,6 +67,11 @@ class TakenWatch(Watch):
         if not self.is_final:
             self._to_come.update(parameters)
         return super()._use(rule, bound, parameters, function, args, kwargs)
+
+    def _note(self, operation: str, parameters: list[str], given: Tensor | None, axis: Axis, doubtful: bool) -> None:
+        # Those of single examples come together at the end.
+        self._open.update(parameters if axis.reading == ALONE else ())
+        super()._note(operation, parameters, given, axis, doubtful)
 
     def _constant(self, parameters: list[str], *made: Any) -> Any:
         # How often its gradient comes back through constants is known at the end.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.filled import is_asked_to_write
+from hf_dp.per_example.apart import of_example
+from hf_dp.per_example.filled import is_asked_to_write, is_writing
+from hf_dp.per_example.functions import Applied
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped, names_of, tensors_in
@@ -24,6 +27,9 @@ _IN_PLACE = (
     "it changes in place what is computed from parameters alone, and may lie in memory that others share",
     "give it inplace=False, with which it is exact",
 )
+
+# Methods that change what becomes of a tensor.
+CHANGING = re.compile(r"hook$|backward$|__set__$")
 
 _ELEMENTWISE = (
     *("addcdiv", "addcmul", "atan2", "clamp", "clamp_max", "clamp_min", "clip", "div", "fmax", "fmin", "hypot", "lerp"),
@@ -104,10 +110,11 @@ class _RecordedUse(torch.autograd.Function):
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             names = names_of(call.watched.values())
             raise refusal(names, f"operation {call.rule.name}", f"its rule cannot read it ({error})") from error
-        for role, source in call.watched.items():
-            found = factors[role]
-            if found is not None:
-                source.pull(found)
+        with of_example(call.axis.example, call.watch.batch_size):
+            for role, source in call.watched.items():
+                found = factors[role]
+                if found is not None:
+                    source.pull(found)
         if not needs_input or input_gradient is None:
             return None, None, None
         return None, input_gradient.to(ctx.input_dtype), None
@@ -163,6 +170,8 @@ class Copies(NamedTuple):
 def copied(reader: Reader, function: Any, name: str, parameters: list[str], args: Any, kwargs: Any) -> Copies | None:
     """The operands of an operation with copies of parameters for the examples, if it gives the same then."""
     tensors, given = tensors_in(args, kwargs), (parameters, args, kwargs)
+    if (alone := _for_one(reader, function, name, tensors, *given)) is not None:
+        return alone
     is_whole, found = function in _BROADCASTING, None
     if is_whole or function in _SUMS:
         found = _along_second(reader, name, tensors, *given)
@@ -170,6 +179,27 @@ def copied(reader: Reader, function: Any, name: str, parameters: list[str], args
     if found is None and (is_whole or is_product):
         found = _along_first(reader, name, tensors, *given, is_whole=is_whole)
     return found
+
+
+def _for_one(
+    reader: Reader, function: Any, name: str, tensors: list[Tensor], parameters: list[str], args: Any, kwargs: Any
+) -> Copies | None:
+    """Where all data is of one example, of which autograd then finds the gradients, whatever the operation does."""
+    data = [t for t in tensors if not isinstance(t, WatchedParameter)]
+    is_plain = not (isinstance(function, Applied) or is_writing(name) or is_asked_to_write(name, args, kwargs))
+    if not is_plain or not torch.is_grad_enabled() or CHANGING.search(name) or "autograd" in name:
+        return None
+    example = reader.one_of(parameters, data)
+    if example is None:
+        return None
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, WatchedParameter):
+            return value
+        with reader.copying_for(example):
+            return value.expand(1, *value.shape)[0]
+
+    return Copies(mapped(copy, args), mapped(copy, kwargs), set())
 
 
 def _along_first(

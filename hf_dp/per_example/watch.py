@@ -10,7 +10,6 @@ forms weight gradients; what backward needs goes through `save_for_backward`, so
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch._ops import OpOverloadPacket
 from torch.distributed.tensor import DTensor
 
 from hf_dp.errors import UnsupportedModelError
+from hf_dp.per_example.apart import Apart
 from hf_dp.per_example.batch import Batch, LossFunction, check_losses, laid_out
 from hf_dp.per_example.casts import Casts
 from hf_dp.per_example.checks.state import refuse_compiled, refuse_hooked
@@ -39,11 +39,8 @@ from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refu
 from hf_dp.per_example.rules.composites import COMPOSITES
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, watched_when_whole
 from hf_dp.per_example.targets import targets_in_range
-from hf_dp.per_example.use import Call, copied, name_of, recorded, sorted_operands
+from hf_dp.per_example.use import CHANGING, Call, copied, name_of, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain, tensors_in
-
-# Methods that change what becomes of a tensor.
-_CHANGING = re.compile(r"hook$|backward$|__set__$")
 
 Observer = Callable[[Use, Tensor, Axis], None]
 
@@ -80,6 +77,7 @@ class Watch:
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     # Of uses that are computed again, which examples (B,) then come out otherwise.
     differing: list[Tensor] = field(default_factory=list)
+    _apart: Apart = field(default_factory=Apart)
 
     @property
     def batch_size(self) -> int:
@@ -107,6 +105,7 @@ class Watch:
         self.is_final, self.are_in_full = True, are_in_full(losses.device)
         with self.reader.again():
             losses.backward(torch.ones_like(losses))
+        self._apart.hand_on(self._keep)
 
     def forward(self, model: nn.Module, loss_fn: LossFunction, batch: Batch) -> Tensor:
         """One forward pass of an attached model: the losses (B,), with their graph."""
@@ -135,7 +134,7 @@ class Watch:
         modules = [module for _, module in holders]
         del named, holders  # which Python would look through for garbage as long as the pass takes
         refuse_hooked(originals)
-        keep = self._keep
+        keep = self._apart.before(self._keep)
 
         def watch(name: str, whole: Tensor) -> WatchedParameter:
             if whole.is_complex():
@@ -210,7 +209,7 @@ class Watch:
                 return function(*args, **kwargs)
             note()
             return self._by_rule(*found, parameters, function, args, kwargs)
-        if data or _CHANGING.search(name):
+        if data or CHANGING.search(name):
             raise bound
         if is_writing(name) or is_asked_to_write(name, args, kwargs):
             note()  # of what is another tensor afterwards
@@ -248,7 +247,7 @@ class Watch:
             return self._constant(parameters, *by_rule(rule, given, operands, watched))
         output = recorded(bound.input if rule.is_sorted else given, Call(self, rule, operands, watched, axis))
         self.dtypes.add(output.dtype)
-        if bound.input is None:
+        if bound.input is None and axis.example is None:
             self.reader.note_copies(rule.name, parameters, output, bound.options["rows"])
         return output if rule.is_sorted else axis.as_before(output)
 

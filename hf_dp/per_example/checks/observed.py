@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from hf_dp.per_example.checks.memory import told_in_place
 from hf_dp.per_example.checks.values import parts
-from hf_dp.per_example.rule import ROUTED, Axis, Use
+from hf_dp.per_example.rule import ALONE, ROUTED, Axis, Use
 
 
 class Observed:
     """Notes what uses are given.
 
-    Of rows that were picked an example may have any number, in several calls; they are told by sums over them, which
-    are no others where its neighbours have more.
+    Of rows that were picked, or taken out by a loop, an example may have any number, in several calls; they are told
+    by sums over them, which are no others where its neighbours have more.
 
     Args:
         model: whose frozen parameters are not copied.
@@ -33,7 +33,11 @@ class Observed:
         if use.operation == "getitem" and use.reading == "constant" and not given.dim():
             return
         rows = self._rows_of(given, axis)
-        if use.reading == ROUTED:
+        if use.reading == ALONE:
+            sums = rows.new_zeros(self._size, 5, dtype=torch.double)
+            sums[axis.example] = _told(rows)
+            self.picked[use] = self.picked[use] + sums if use in self.picked else sums
+        elif use.reading == ROUTED:
             sums = _sums(rows.view(len(rows), -1, max(given[:1].numel(), 1)), axis)
             self.picked[use] = self.picked[use] + sums if use in self.picked else sums
         else:
@@ -71,6 +75,14 @@ def observer(model: nn.Module) -> Callable[[Tensor, Axis], Tensor]:
         return given.detach().to_dense().clone().reshape(1 if is_constant else axis.batch_size, -1)
 
     return rows_of
+
+
+def _told(rows: Tensor) -> Tensor:
+    """(5,) what tells the numbers of one example, of which there may be any number, from others."""
+    own = rows.double().flatten()
+    weights = torch.arange(len(own), device=own.device, dtype=torch.double).cos()
+    number = own.new_full((), len(own))
+    return torch.stack([number, own.sum(), own.abs().sum(), own.square().sum(), own @ weights])
 
 
 def _sums(rows: Tensor, axis: Axis) -> Tensor:

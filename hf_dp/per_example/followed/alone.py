@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_dp.per_example.followed.axes import Axes, is_cut_across, is_mask, is_plainly_folded, part_along
+from hf_dp.per_example.followed.numbers import writes
 from hf_dp.per_example.followed.operations import works_by_rows
 from hf_dp.per_example.followed.picking import CHOOSING, JOINING, MAKING, PIECES, STACKING, VIEWING, Operation
 from hf_dp.per_example.watched import flatten, tensors_in
@@ -69,6 +70,8 @@ class Alone:
         # Of what rows were written into: the only example whose these are, None if there are several; whether all came
         # to their own places; and whether there was nothing of the batch before.
         self._writes: Any = WeakIdKeyDictionary()
+        # The example of what is known to be its own by operations alone; and torch's count of writes then.
+        self._surely: Any = WeakIdKeyDictionary()
         # What was joined of one row, or several, of each example, in order.
         self._in_order: Any = WeakIdKeyDictionary()
 
@@ -92,6 +95,18 @@ class Alone:
         found: int | None = self._example.get(tensor, only if was_new else None)
         return found
 
+    def surely(self, tensor: Tensor) -> int | None:
+        """The same, where operations tell so from the batch on, whatever sizes there are."""
+        example, count = self._surely.get(tensor, (None, 0))
+        return example if count == writes(tensor) else None
+
+    def one_of(self, several: Iterable[Tensor]) -> int | None:
+        """The one example of all of these, if that is so."""
+        if not len(self._surely):
+            return None
+        found = {self.surely(one) for one in several}
+        return found.pop() if len(found) == 1 else None
+
     def is_alone(self, tensor: Tensor) -> bool:
         """Whether nothing of another example is in it, as far as anybody knows."""
         return self.of(tensor) is not None
@@ -113,11 +128,12 @@ class Alone:
         data = [one for one in data if not (is_new and one is source)]
         if size == 1 or op.name in MAKING or not data:
             return []
+        self._keep_sure(op, data)
         is_cut = source is not None and op.name in _CUTTING and source not in self._example and not axes.of(source)
         if source is not None and is_cut and (is_cut_across(source, size) or axes.is_unclear(source)):
             return [Owned(one, True, False) for one in tensors_in(op.output) if one.numel() < source.numel()]
         if source is not None and self._may_cut(op, source, axes, leads):
-            self._cut(op, source, axes.of(source))
+            self._cut(op, source, axes)
             return []
         owned, joined = self._written(op, data, is_new, axes), self._joined(op)
         made = [one for one in tensors_in(op.output) if one.dtype != torch.bool]
@@ -151,6 +167,22 @@ class Alone:
             self._in_order[op.output] = None
             axes.note_whole(op.output)
         return [*owned, Owned(op.output, is_each, is_own)]
+
+    def _keep_sure(self, op: Operation, data: list[Tensor]) -> None:
+        """What follows from one example alone is its own, by whatever operation; what was written to only where it was
+        its own before."""
+        made, given = tensors_in(op.output), tensors_in(op.args, op.kwargs)
+        if not len(self._surely) or not made:
+            return
+        found = set()
+        for one in data:
+            example, count = self._surely.get(one, (None, 0))
+            is_own = writes(one) == count or (writes(one) == count + 1 and any(one is other for other in made))
+            found.add(example if is_own else None)
+        if len(found) == 1 and None not in found:
+            for one in made:
+                if one in self._surely or not any(one is other for other in given):
+                    self._surely[one] = *found, writes(one)
 
     def _may_cut(self, op: Operation, source: Tensor, axes: Axes, leads: Callable[[Tensor], bool]) -> bool:
         if op.name not in _CUTTING or source in self._example or not source.dim() or not leads(source):
@@ -202,7 +234,8 @@ class Alone:
         each = rows // self._batch_size
         return begin // each if begin < end and begin // each == (end - 1) // each else None
 
-    def _cut(self, op: Operation, source: Tensor, axis: int) -> None:
+    def _cut(self, op: Operation, source: Tensor, axes: Axes) -> None:
+        axis = axes.of(source)
         pieces, rows = flatten(op.output), source.shape[axis]
         if op.name == "__getitem__" or op.name in _PICKING:
             names = ("dim", "start", "index", "length")
@@ -221,6 +254,8 @@ class Alone:
         for one, taken in zip(pieces, ranges, strict=True):
             if taken is not None and (example := self._example_at(rows, *taken)) is not None:
                 self._example[one] = example
+                if rows == self._batch_size and axes.is_sure(source):
+                    self._surely[one] = example, writes(one)
 
     def _joined(self, op: Operation) -> Joined | None:
         made, pieces = op.output, op.picked_of

@@ -61,7 +61,7 @@ class Picked(TorchFunctionMode):
         self._counted: Any = WeakIdKeyDictionary()
         self._taken: Any = WeakIdKeyDictionary()
         # Of what the operation at hand was given, for what is computed on the way to its result.
-        self._within: tuple[str | None, bool | None] = None, None
+        self._within: tuple[str | None, bool | None, int | None] = None, None, None
         self._batch_size, self._images = batch_size, images
         self.through, self.alone = ThroughViews(batch_size), Alone(batch_size)
         self.axes, self.copies = Axes(batch_size, self._data), RowCopies(set() if inferred is None else inferred)
@@ -81,7 +81,8 @@ class Picked(TorchFunctionMode):
             by = next((found for a in given if (found := self._picked_by(a))), None) if len(self._picked) else None
             self.copies.meet(given, known, by)
             is_new = self.alone.writes(func) and not any(map(self.is_data, tensors_in(args[:1]) or given[:1]))
-        before, self._within = self._within, (by, all(known) if known else None)
+        own = self.alone.one_of(filter(self.is_data, given))
+        before, self._within = self._within, (by, all(known) if known else None, own)
         try:
             output = func(*args, **kwargs)
             pieces = list(output) if func is Tensor.__iter__ else output
@@ -233,6 +234,11 @@ class Picked(TorchFunctionMode):
         self.axes.note_whole(tensor)
         for known in (self._picked, self._one_of_each, self._are_even, self._indexed, self._owners):
             known.pop(tensor, None)
+
+    def example_of(self, tensor: Tensor) -> int | None:
+        """The example that it follows from alone, where operations tell so, whatever sizes there are."""
+        found = self.alone.surely(tensor)
+        return self._within[2] if found is None and tensor not in self._data else found
 
     def doubt(self, tensor: Tensor) -> None:
         """Takes note that nobody knows whose its rows are."""
