@@ -68,6 +68,8 @@ def leads_alike(op: Operation, given: Tensor, axis: int, made: Tensor) -> bool:
     if name in CATS:
         along = op.axis_at(1)
         return given.dim() == made.dim() and isinstance(along, int) and along % made.dim() != axis
+    if name in (*_PRODUCTS, "bmm") and len(args) > 1 and given.dim() == made.dim() > 2:  # several products, in order
+        return axis < given.dim() - 2
     if given is not op.source or made is not next(iter(tensors_in(op.output)), None):
         return False
     if name in _PRODUCTS:

@@ -94,8 +94,7 @@ class Picked(TorchFunctionMode):
                 self._counted.update(() if output.is_inference() else ((output, output._version),))
             if data := [one for one in given if self.is_data(one)]:
                 op = Operation.of(func, args, kwargs, pieces)
-                is_ordered = op.source is not None and self._is_in_order(op.source)
-                moved = self.reshaped.follow(op, is_ordered, by is None and all(known))
+                moved = self.reshaped.follow(op, data, self._is_in_order, by is None and all(known))
                 for one in (made for made in tensors_in(output) if id(made) in moved):
                     self.axes.note(one, moved[id(one)], op.source is not None and self.axes.is_sure(op.source))
                 self._follow(op, given, data, known, by)

@@ -7,7 +7,7 @@ works on each of such rows by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_dp.per_example.followed.numbers import writes
 from hf_dp.per_example.followed.operations import leads_alike
-from hf_dp.per_example.followed.picking import Operation
+from hf_dp.per_example.followed.picking import CATS, Operation
 from hf_dp.per_example.watched import tensors_in
 
 _RESHAPING = frozenset(("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "contiguous", "clone"))
@@ -33,20 +33,25 @@ class Reshaped:
         # Along which axis the examples lie, each with as many rows there; and torch's count of writes then.
         self._known: Any = WeakIdKeyDictionary()
 
-    def follow(self, op: Operation, is_in_order: bool, is_unpicked: bool) -> dict[int, int]:
-        """Notes what becomes of the first argument.
+    def follow(
+        self, op: Operation, data: list[Tensor], is_in_order: Callable[[Tensor], bool], is_unpicked: bool
+    ) -> dict[int, int]:
+        """Notes what becomes of the first argument, or of what is joined.
 
         Args:
-            is_in_order: whether that, if it has a row for each example, is known to have them in order.
+            data: those of its arguments that anything of the batch is in.
+            is_in_order: whether something with a row for each example is known to have them in order.
             is_unpicked: whether no argument has rows that were picked.
 
         Returns:
             Of what was made, by its identity, along which axis the examples lie.
         """
         source, others = op.source, dict[int, int]()
+        if op.name in CATS and data and is_unpicked:
+            return self._joined(op, data, is_in_order)
         if source is None or op.is_in_place:
             return others
-        leads = is_in_order and source.shape[:1] == (self._batch_size,)
+        leads = source.shape[:1] == (self._batch_size,) and is_in_order(source)
         axis = 0 if leads else self._axis_of(source)
         if axis is None:
             return others
@@ -54,12 +59,24 @@ class Reshaped:
             is_as_long = made is not source and made.shape[: axis + 1] == source.shape[: axis + 1]
             if is_as_long and leads_alike(op, source, axis, made):
                 self._known[made] = axis, writes(made)
+                others[id(made)] = axis
         for made in tensors_in(op.output):
             found = self._followed(op, source, made, axis)
             if found is not None and made.dim() and made is not source:
                 self._known[made] = found, writes(made)
                 others[id(made)] = found
         return others
+
+    def _joined(self, op: Operation, data: list[Tensor], is_in_order: Callable[[Tensor], bool]) -> dict[int, int]:
+        """Of pieces that lie beside one another: each along the same axis as the others."""
+        made, along = op.output, op.axis_at(1)
+        axes = {0 if len(one) == self._batch_size and is_in_order(one) else self._axis_of(one) for one in data}
+        axis = axes.pop()
+        is_known = axis is not None and not axes and isinstance(along, int) and along % made.dim() != axis
+        if axis is None or not is_known or any(one.dim() != made.dim() for one in data):
+            return {}
+        self._known[made] = axis, writes(made)
+        return {id(made): axis}
 
     def has(self, tensor: Tensor) -> bool:
         """Whether its rows are as many of each example, in order; of what was written to since nobody knows."""

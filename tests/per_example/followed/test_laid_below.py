@@ -64,8 +64,32 @@ def chosen_and_rejected(m: Any, x: Tensor) -> Tensor:
     return torch.mul(*torch.tanh(m.head(m.first(torch.cat([x, 2 * x])))).chunk(2))
 
 
+def attending(m: Any, x: Tensor) -> Tensor:
+    """Attention of several heads, time first, as fairseq has it."""
+    given = m.first(x.transpose(0, 1))
+    heads = given.contiguous().view(len(given), -1, 2).transpose(0, 1)
+    weights = torch.bmm(heads, heads.transpose(1, 2))
+    weights = weights.view(len(x), 2, *weights.shape[1:]).masked_fill(x[:, None, None, :, 0] > 1, -9)
+    weights = weights.view(-1, *weights.shape[2:]).softmax(-1)
+    made = (weights @ heads).transpose(0, 1).contiguous().view(given.shape)
+    found: Tensor = m.head(made.reshape(-1, 4)).view(*given.shape[:2], -1).transpose(0, 1)
+    return found
+
+
+def in_windows(m: Any, x: Tensor) -> Tensor:
+    """What is cut into windows, with a row before each, and gives queries, keys and values at once: three, as the
+    examples may be."""
+    rows = m.first(x).unsqueeze(1).expand(-1, 2, -1, -1).reshape(-1, *x.shape[1:])
+    before = x.mean(1, keepdim=True).repeat(1, 2, 1).reshape(-1, 1, 4)
+    rows = torch.tanh(torch.cat([before, rows], 1))
+    packed = m.head(rows).unflatten(-1, (3, 1)).permute(2, 0, 1, 3)
+    made = (packed[0] @ packed[1].mT).softmax(-1) @ packed[2]
+    found: Tensor = m.head(made.expand(-1, -1, 4) + rows).unflatten(0, (-1, 2))
+    return found
+
+
 WAYS: list[Callable[[Any, Tensor], Tensor]] = [
-    time_first, copied, shifted, by_steps, stacked, repeated, of_the_batch, chosen_and_rejected,
+    time_first, copied, shifted, by_steps, stacked, repeated, of_the_batch, chosen_and_rejected, attending, in_windows,
 ]  # fmt: skip
 
 
@@ -98,15 +122,13 @@ def test_of_other_lengths_too(size: int) -> None:
 def test_not_where_sizes_alone_tell_which_axis_it_is() -> None:
     """Which they do not where there are as many points in time as examples: in the middle of a training."""
 
-    def attending(m: Any, x: Tensor) -> Tensor:
-        given = m.first(x.transpose(0, 1))
-        heads = given.contiguous().view(len(given), -1, 2).transpose(0, 1)
-        made = ((heads @ heads.mT).softmax(-1) @ heads).transpose(0, 1).contiguous().view(given.shape)
-        found: Tensor = m.head(made.reshape(-1, 4)).view(*given.shape[:2], -1).transpose(0, 1)
+    def turned_by_sizes(m: Any, x: Tensor) -> Tensor:
+        given = torch.einsum("bth,hk->tbk", m.first(x), _mixing(x))
+        found: Tensor = m.head(given.reshape(-1, 4)).view(*given.shape[:2], -1).transpose(0, 1)
         return found
 
     with pytest.raises(HfDpError):
-        preflight(made(attending), square, batch(3, LENGTH, 4))
+        preflight(made(turned_by_sizes), square, batch(3, LENGTH, 4))
 
 
 def test_not_where_numpy_has_put_them_there() -> None:
@@ -121,6 +143,21 @@ def test_not_where_numpy_has_put_them_there() -> None:
     model = Small(through_numpy, head=nn.Linear(4, 3))
     with pytest.raises(HfDpError):
         preflight(model, square, batch(3, LENGTH, 4))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_heads_of_other_examples_are_not_taken_for_own_ones(size: int) -> None:
+    """Queries of which the examples lead, beside keys of which the heads do."""
+
+    def mixed(m: Any, x: Tensor) -> Tensor:
+        queries = m.first(x.transpose(0, 1)).contiguous().view(x.shape[1], -1, 2).transpose(0, 1)
+        keys = m.first(x).view(*x.shape[:2], 2, 2).permute(2, 0, 1, 3).flatten(0, 1)
+        rows = ((queries @ keys.mT).softmax(-1) @ keys).transpose(0, 1).contiguous().view(x.shape[1], -1, 4)
+        found: Tensor = m.head(rows).transpose(0, 1)
+        return found
+
+    with pytest.raises(HfDpError):
+        preflight(made(mixed), square, batch(size, LENGTH, 4))
 
 
 def turned(m: Any, x: Tensor) -> Tensor:
