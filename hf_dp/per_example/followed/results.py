@@ -139,7 +139,7 @@ class Results:
 
     def _looked_up(self, pick: picks.Pick, index: list[Tensor], known: Known) -> Tensor | None:
         """Of rows of what has no data: those of the numbers, or of the mask, that picked them."""
-        if len(index) != 1 or index[0].dim() != 1:
+        if len(index) != 1 or (index[0].dim() != 1 and (pick.are_numbers or not index[0].dim())):
             return None
         owners = known.get(id(index[0]))
         if pick.are_numbers:

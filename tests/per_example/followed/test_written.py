@@ -218,3 +218,58 @@ def test_rows_in_several_that_are_written_into_at_once_are_nobodys() -> None:
 
     batches = [marked(1, 2, 1), marked(1, 1)]
     assert refused(function, marked(1, 1, 1), batches, **layers()) == len(batches)
+
+
+# Beside rows of zeros, of which nobody's is anything: also where there are as many marks as examples.
+SUMMED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "added": lambda m, h, k: added(torch.zeros_like(h), h, k, m.other),
+    "in place": lambda m, h, k: added_in_place(torch.zeros_like(h), h, k, m.other),
+    "of tokens": lambda m, h, k: added(torch.zeros_like(h).flatten(0, 1), h.flatten(0, 1), k.flatten(), m.other),
+    "experts": lambda m, h, k: added(added(torch.zeros_like(h), h, k, m.other), h, h[..., 0] > 0, m.third),
+    "all tokens": lambda m, h, k: added(added(torch.zeros_like(h), h, k, m.other), h, ~k, m.third),
+}
+
+
+def added(y: Tensor, h: Tensor, mask: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+    y[mask] = y[mask] + layer(h[mask])
+    return y
+
+
+def added_in_place(y: Tensor, h: Tensor, mask: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+    y[mask] += layer(h[mask])
+    return y
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_rows_that_are_added_to_where_a_mask_picks_them_are_exact(name: str) -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h = m.linear(data["x"]).tanh()
+        rows = m.last(SUMMED[name](m, h, data["mask"].bool()).view_as(h)).square().sum((1, 2))
+        return rows + h.sum((1, 2))  # type: ignore[no-any-return]
+
+    batches = [*OTHERS, marked(3, 0, 0), marked(0, 0, 3), marked(0, 4, 0, 0), marked(2, 0, 2, 0, 0, 1), marked(0, 2, 1)]
+    for check in (marked(2, 1, 3), marked(1, 1, 1)):
+        others = {name: nn.Linear(WIDTH, WIDTH) for name in ("third", "last")}
+        assert not refused(function, check, batches, **layers(), **others)
+
+
+# In the check each example has one mark.
+TURNED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "flipped": lambda y, rows, k: y[k] + rows.flip(0),
+    "sorted": lambda y, rows, k: y[k] + rows[rows.sum(1).argsort()],
+    "rolled": lambda y, rows, k: (y[k] + rows).roll(1, 0),
+    "of others": lambda y, rows, k: rows[rows.sum(1).argsort()] + y[k],
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_rows_of_others_that_are_added_there_are_refused(name: str) -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"].bool()
+        y = torch.zeros_like(h)
+        y[mask] = TURNED[name](y, m.other(h[mask]), mask)
+        return m.last(y).square().sum((1, 2))  # type: ignore[no-any-return]
+
+    batches = [marked(2, 0, 1), marked(0, 2, 1), marked(1, 1, 1)]
+    found = refused(function, marked(1, 1, 1), batches, **layers(), last=nn.Linear(WIDTH, WIDTH))
+    assert found == len(batches)
