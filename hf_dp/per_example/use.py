@@ -30,6 +30,11 @@ _IN_PLACE = (
 
 # Methods that change what becomes of a tensor.
 CHANGING = re.compile(r"hook$|backward$|__set__$")
+_ITSELF = (
+    "it changes the parameter itself in the middle of a pass",
+    "do so before the training (of RWKV, which divides weights whenever it is evaluated, set "
+    "model.config.rescale_every = 0, with which it is exact)",
+)
 
 _ELEMENTWISE = (
     *("addcdiv", "addcmul", "atan2", "clamp", "clamp_max", "clamp_min", "clip", "div", "fmax", "fmin", "hypot", "lerp"),
@@ -127,6 +132,7 @@ def sorted_operands(
     if rule is None:
         reasons = [reason for part, reason in _REASONS.items() if part in name]
         reasons += [_IN_PLACE] if is_asked_to_write(name, args, kwargs) else []
+        reasons += [_ITSELF] if is_writing(name) and not torch.is_grad_enabled() else []
         reasons += [("it has no rule for exact per-example gradients", "")]
         return refusal(parameters, f"operation {name}", *reasons[0])
     try:
@@ -186,7 +192,8 @@ def _for_one(
 ) -> Copies | None:
     """Where all data is of one example, of which autograd then finds the gradients, whatever the operation does."""
     data = [t for t in tensors if not isinstance(t, WatchedParameter)]
-    is_plain = not (isinstance(function, Applied) or is_writing(name) or is_asked_to_write(name, args, kwargs))
+    is_written = (is_writing(name) and isinstance(next(iter(args), None), WatchedParameter)) or "out" in kwargs
+    is_plain = not (isinstance(function, Applied) or is_written or is_asked_to_write(name, args, kwargs))
     if not is_plain or not torch.is_grad_enabled() or CHANGING.search(name) or "autograd" in name:
         return None
     example = reader.one_of(parameters, data)

@@ -187,6 +187,23 @@ def test_a_model_that_is_called_for_one_row_after_the_other_is_told_so() -> None
         record(model, one_by_one, batch(3, 10, 4))
 
 
+def test_weights_that_are_divided_when_a_model_is_evaluated_are_refused_and_the_way_out_is_exact() -> None:
+    """As RWKV's are, by powers of two."""
+
+    def rescaled(m: Any, x: Tensor) -> Tensor:
+        if m.every and not m.training:
+            with torch.no_grad():
+                m.linear.weight.div_(2)
+        return m.linear(x)  # type: ignore[no-any-return]
+
+    model = Small(rescaled, linear=nn.Linear(4, 4))
+    model.every = True
+    with pytest.raises(UnsupportedModelError, match="rescale_every = 0, with which it is exact"):
+        preflight(model, square, batch(3, 10, 4))
+    model.every = False
+    preflight(model, square, batch(3, 10, 4))
+
+
 def penalised(create_graph: bool) -> Any:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         x = batch["x"].clone().requires_grad_()
