@@ -65,7 +65,7 @@ def picked(op: Operation) -> Pick | None:
     """The rows that an operation picks, all else being left as it is; None where it picks none that are known."""
     if op.name == "index_select":
         index = op.kwargs.get("index", op.args[-1])
-        return Pick(index, True) if op.axis_at(1) == 0 and _are_numbers(index) else None
+        return Pick(index, True) if op.axis_at(1) == 0 and _are_numbers(index, or_is=True) else None
     return _of_index(op.args[1])[0] if op.name == "__getitem__" else None
 
 
@@ -91,6 +91,8 @@ def written(op: Operation) -> Write | None:
     if len(args) < 4 or args[1] != 0 or not isinstance(args[3], Tensor):
         return None
     index = args[2]
+    if name.startswith("index") and _are_numbers(index, or_is=True):
+        index = index.reshape(-1)
     if name.startswith("scatter"):  # a column of numbers, laid out over the features
         if any(index.stride()[1:]) or index.shape != args[3].shape:
             return None
@@ -130,8 +132,10 @@ def _of_index(index: Any) -> tuple[Pick | None, bool]:
     return Pick(first, True), is_whole and not tensors
 
 
-def _are_numbers(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int32, torch.int64)
+def _are_numbers(index: Any, or_is: bool = False) -> bool:
+    """Whether it holds numbers of rows, one after another, or is one number by itself."""
+    are_rows = isinstance(index, Tensor) and (index.dim() == 1 or (or_is and not index.dim()))
+    return are_rows and index.dtype in (torch.int32, torch.int64)
 
 
 _WRITING = (*_ADDING, "index_copy", "index_put", "masked_scatter", "scatter", "__setitem__")

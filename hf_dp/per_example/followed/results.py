@@ -159,7 +159,7 @@ class Results:
 
     def _picked(self, pick: picks.Pick, before: Tensor) -> Tensor | None:
         """Of rows that were picked; where a module sorts those of experts, all of them go back in the end."""
-        owners: Tensor = before[pick.rows]
+        owners: Tensor = before[pick.rows].reshape(-1)
         is_sorting = self._enter is None
         if pick.are_numbers and not self._routes.numbers.are_places(pick.rows, unseen=is_sorting):
             # What all go back by leaves no room for others.
