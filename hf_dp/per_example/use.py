@@ -18,6 +18,10 @@ from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatt
 
 # Why there is no rule, and the way out, by a part of the operation's name.
 _REASONS = {
+    "requires_grad": (
+        "the model freezes or unfreezes it as it runs",
+        "do so before the training: call requires_grad_() yourself, or the model once, under torch.no_grad()",
+    ),
     "autograd.backward": (
         "a reentrant checkpoint returns what is computed from parameters alone",
         "take gradient_checkpointing_kwargs={'use_reentrant': False}, with which this is exact",
@@ -262,5 +266,7 @@ def _along_second(
 
 def name_of(function: Any) -> str:
     """As it is called in messages and certificates."""
+    if getattr(function, "__name__", "") == "__set__":  # an attribute
+        return f"Tensor.{function.__self__.__name__}.__set__"
     module = getattr(function, "__module__", None) or ""
     return f"{module}.{getattr(function, '__qualname__', None) or getattr(function, '__name__', function)}".lstrip(".")

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import remove_parametrizations
 
-from hf_dp.errors import UnsupportedModelError
+from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import RULES, Dense, Outer, Rule, loop, preflight, record
 from hf_dp.per_example.rule import Bound
@@ -202,6 +204,53 @@ def test_weights_that_are_divided_when_a_model_is_evaluated_are_refused_and_the_
         preflight(model, square, batch(3, 10, 4))
     model.every = False
     preflight(model, square, batch(3, 10, 4))
+
+
+def by_method(m: Any) -> None:
+    m.base.requires_grad_(False)
+
+
+def by_attribute(m: Any) -> None:
+    for p in m.base.parameters():
+        p.requires_grad = False
+
+
+@pytest.mark.parametrize("freeze", [by_method, by_attribute])
+def test_parameters_that_a_model_freezes_as_it_runs_are_refused_and_the_way_out_is_exact(freeze: Any) -> None:
+    def frozen(m: Any, x: Tensor) -> Tensor:
+        freeze(m)
+        return m.linear(m.base(x).tanh())  # type: ignore[no-any-return]
+
+    model = Small(frozen, base=nn.Linear(4, 4), linear=nn.Linear(4, 4))
+    with pytest.raises(UnsupportedModelError, match=r"freezes or unfreezes it as it runs(.|\n)*the model once"):
+        preflight(model, square, batch(3, 10, 4))
+    with torch.no_grad():
+        model(batch(1, 10, 4)["x"])
+    certificate = preflight(model, square, batch(3, 10, 4))
+    for size in (1, 3, 10):
+        found = record(model, square, batch(size, 10, 4), certificate=certificate)
+        assert set(found.parameters) == {"linear.weight", "linear.bias"}
+        assert relative_error(found, loop(model, square, batch(size, 10, 4))) <= 1e-12
+
+
+PARAMETRISED: dict[str, tuple[Any, Any]] = {
+    "of old": (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+    "parametrised": (parametrizations.spectral_norm, lambda layer: remove_parametrizations(layer, "weight")),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETRISED)
+def test_spectral_norms_are_refused_and_the_way_out_is_exact(name: str) -> None:
+    """They remember where the pass before was, in which nothing was of the rows."""
+    normalised, removed = PARAMETRISED[name]
+    model = Small(lambda m, x: m.linear(x), linear=nn.Linear(4, 4))
+    normalised(model.linear)
+    with pytest.raises(PreflightError, match=r"Spectral norms(.|\n)*remove_spectral_norm(.|\n)*weight_norm"):
+        preflight(model.train(), square, batch(3, 5, 4))
+    removed(model.linear)
+    preflight(model, square, batch(3, 5, 4))
+    parametrizations.weight_norm(model.linear)
+    preflight(model, square, batch(3, 5, 4))
 
 
 def penalised(create_graph: bool) -> Any:
