@@ -264,7 +264,7 @@ def _differing() -> PreflightError:
         why="an example's gradient would follow from what was computed before it.",
         fix="compute from the rows, the parameters and torch's global generator alone; what changes as training goes "
         "on belongs in a TrainerCallback, between two steps. Spectral norms take a step in each pass: fold them into "
-        "the weights (remove_parametrizations(module, 'weight'), or remove_spectral_norm(module)), or take weight_norm.",
+        "the weights (remove_parametrizations, or remove_spectral_norm), or take weight_norm.",
     )
 
 
