@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_dp.errors import HfDpError
-from hf_dp.per_example import Certificate, loop, preflight, record
+from hf_dp.per_example import Certificate, PerExampleGradients, RowSum, loop, preflight, record
+from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.passes import record_in_two_passes
+from hf_dp.per_example.sharding import as_sums
 from tests.per_example.small import Small, batch, parameter, relative_error, square
 from tests.zoo import tiny
 
@@ -158,6 +160,41 @@ def test_two_passes_give_what_one_gives(size: int) -> None:
     assert relative_error(found, loop(model, square, data)) <= 1e-12
     assert found.differing is not None
     assert not found.differing
+
+
+def test_groups_are_summed_as_one_is() -> None:
+    model = Small(WAYS["beside the batch"], **members())
+    certificate = preflight(model, square, batch(3, LENGTH, 4))
+    data, sums = batch(4, LENGTH, 4), dict[str, Tensor]()
+    names = sorted(name for name, _ in model.named_parameters())
+    weights = torch.linspace(0.3, 1.7, 4, dtype=torch.float64)
+    found = InGroups(model, square, data, certificate=certificate)
+
+    def take(_: int, own: PerExampleGradients) -> None:
+        made = own.weighted_sum(weights)
+        sums.update({name: made[name] for name in own.factors})
+
+    found.by_groups([names[::2], names[1::2]], take)
+    truth = loop(model, square, data).weighted_sum(weights)
+    assert all(torch.allclose(sums[name], value) for name, value in truth.items())
+
+
+def test_rows_that_a_loop_looks_up_are_summed_by_rows() -> None:
+    def looked_up(m: Any, ids: Tensor) -> Tensor:
+        return torch.stack([m.table(one[one > 0]).sum(0).sin() * m.layer(m.table(one)).mean(0) for one in ids])
+
+    model = Small(looked_up, table=nn.Embedding(9, 4), layer=nn.Linear(4, 4))
+    data = {"x": torch.tensor([[1, 2, 2], [3, 0, 0], [8, 1, 8], [0, 0, 5]])}
+    certificate = preflight(model, square, data, tables=["table.weight"])
+    found = record(model, square, data, certificate=certificate, tables=["table.weight"])
+    truth, weights = loop(model, square, data), torch.linspace(0.3, 1.7, 4, dtype=torch.float64)
+    assert torch.allclose(found.squared_norms(), truth.squared_norms())
+    sums = as_sums(found.zeros(besides=["table.weight"]), found.parameters)
+    rows = {"table.weight": RowSum("table.weight", found.parameters["table.weight"])}
+    found.add_weighted_sum_(sums, weights, rows)
+    whole = torch.zeros(9, 4, dtype=torch.float64)
+    whole.index_add_(0, *rows["table.weight"].coalesced())
+    assert torch.allclose(whole, truth.weighted_sum(weights)["table.weight"])
 
 
 def test_rows_of_one_unit_are_one_example() -> None:
