@@ -37,33 +37,31 @@ def of_example(example: int | None, size: int) -> Iterator[None]:
         _ONE.reset(token)
 
 
-def of_all(factors: Factors) -> Factors:
-    """The same with a row for each example."""
-    if (one := _ONE.get()) is None:
-        return factors
-    return _together({one[0]: factors}, one[1])
-
-
 class Apart:
-    """Factors of single examples, by the name of their parameter, until they are put together."""
+    """Factors of single examples, by the name of what they are of, until they are put together."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[tuple[int, Factors]]] = {}
         self._versions: list[tuple[Tensor, int]] = []
         self._size = 0
 
+    def keeps(self, name: str, factors: Factors) -> bool:
+        """Whether they are of one example alone; they are kept then."""
+        if (one := _ONE.get()) is None:
+            return False
+        example, self._size = one
+        self._known.setdefault(name, []).append((example, factors))
+        sides = (factors.left, factors.right) if isinstance(factors, Outer) else ()
+        tensors = [side.tensor for side in sides] or [factors.values]  # type: ignore[union-attr]
+        self._versions += [(one, one._version) for one in tensors if not one.is_inference()]
+        return True
+
     def before(self, keep: Keep) -> Keep:
         """What keeps here what is of one example, and hands on the rest."""
 
         def taken(name: str, factors: Factors) -> None:
-            if (one := _ONE.get()) is None:
+            if not self.keeps(name, factors):
                 keep(name, factors)
-                return
-            example, self._size = one
-            self._known.setdefault(name, []).append((example, factors))
-            sides = (factors.left, factors.right) if isinstance(factors, Outer) else ()
-            tensors = [side.tensor for side in sides] or [factors.values]  # type: ignore[union-attr]
-            self._versions += [(one, one._version) for one in tensors if not one.is_inference()]
 
         return taken
 
@@ -95,6 +93,8 @@ def _in_turn(several: Sequence[tuple[int, Factors]]) -> list[dict[int, Factors]]
 
 def _are_alike(first: Factors, second: Factors) -> bool:
     if isinstance(first, Outer) and isinstance(second, Outer):
+        if type(first) is not type(second):
+            return False
         sides = zip((first.left, first.right), (second.left, second.right), strict=True)
         are_same = all(
             type(one) is type(other) and one.size == other.size and one.tensor.dtype == other.tensor.dtype

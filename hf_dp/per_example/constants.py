@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.per_example.apart import of_all
+from hf_dp.per_example.apart import Apart
 from hf_dp.per_example.bits import bits_of
 from hf_dp.per_example.factors import Factors, Outer, PerExample
 from hf_dp.per_example.ieee import full_precision
@@ -45,10 +45,14 @@ class Constant:
     kept: list[Outer] = field(default_factory=list)
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     magnitude: Tensor | None = None
+    apart: Apart = field(default_factory=Apart)
 
     def gather(self, factors: Factors) -> None:
         """Adds the gradients of one use."""
-        factors = of_all(factors)
+        if not self.apart.keeps("", factors):
+            self._gather(factors)
+
+    def _gather(self, factors: Factors) -> None:
         if not self._is_handed_on(factors):
             magnitude = magnitude_of(factors)
             self.magnitude = magnitude if self.magnitude is None else self.magnitude + magnitude
@@ -72,6 +76,7 @@ class Constant:
 
     def settle(self) -> None:
         """Hands on what was gathered."""
+        self.apart.hand_on(lambda _, factors: self._gather(factors))
         refuse_changed(self.versions)
         while self.kept:
             use = self.kept.pop()

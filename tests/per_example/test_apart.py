@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_dp.errors import HfDpError
-from hf_dp.per_example import Certificate, PerExampleGradients, RowSum, loop, preflight, record
+from hf_dp.per_example import Certificate, PerExampleGradients, RowSum, apart, loop, preflight, record
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.passes import record_in_two_passes
 from hf_dp.per_example.sharding import as_sums
@@ -307,3 +307,18 @@ def test_factors_are_kept_once() -> None:
     certificate: Certificate = preflight(model, square, batch(3, LENGTH, 4))
     found = record(model, square, batch(8, LENGTH, 4), certificate=certificate)
     assert [len(uses) for name, uses in found.factors.items() if name.startswith("layer")] == [1, 1]
+
+
+def test_factors_of_a_weight_that_is_computed_once_are_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are normed, or put together of others, before the loop begins."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        weight = m.layer.weight / m.layer.weight.norm()
+        return torch.stack([F.linear(rows, weight) for rows in hidden(m, x)])
+
+    model, data, found = Small(function, **members()), batch(8, LENGTH, 4), list[int]()
+    certificate = preflight(model, square, batch(3, LENGTH, 4))
+    usual = apart._together
+    monkeypatch.setattr(apart, "_together", lambda known, size: found.append(len(known)) or usual(known, size))
+    assert relative_error(record(model, square, data, certificate=certificate), loop(model, square, data)) <= 1e-12
+    assert found == [8]
