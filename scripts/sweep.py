@@ -49,6 +49,12 @@ UNSHIFTED, TOLD = "does not shift the labels", "ForMaskedLM"
 # Of a model with batch norms, which keep the statistics that they have.
 BATCH_NORM, STILL = "is batch normalisation", "still"
 _SIGNS = {TOLD: "*", STILL: "†"}
+# Of what is refused, with what it is exact.
+_WAYS = {
+    "rwkv": " Exact with `model.config.rescale_every = 0`, since it divides weights whenever it is evaluated.",
+    "timesformer": " Its class token of example i is that of frame i, which is an earlier example's "
+    "(`embeddings[:batch_size, 0]` in `TimesformerEmbeddings`); exact with `embeddings[::num_frames, 0]` there.",
+}
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -177,7 +183,7 @@ def page(found: dict[str, dict[str, str]]) -> str:
     for head in found:
         for name in of(head, "refused"):
             first = found[head][name].removeprefix("refused: ").partition(";")[0]
-            lines.append(f"- {name} ({head}): {first}")
+            lines.append(f"- {name} ({head}): {first}{_WAYS.get(name, '')}")
     lines += ["", "## Not made", ""]
     lines += [f"- **{head}**: {', '.join(of(head, NOT_MADE))}" for head in found]
     return "\n".join(lines) + "\n"

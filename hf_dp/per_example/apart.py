@@ -28,9 +28,9 @@ _ONE: ContextVar[tuple[int, int] | None] = ContextVar("_ONE", default=None)
 
 
 @contextmanager
-def of_example(example: int | None, size: int) -> Iterator[None]:
+def of_example(example: tuple[int, int] | None) -> Iterator[None]:
     """Inside, factors that are handed on are those of one of so many examples; of all of them where it is None."""
-    token = _ONE.set(None if example is None else (example, size))
+    token = _ONE.set(example)
     try:
         yield
     finally:

@@ -6,8 +6,6 @@ What preflight certified decides, where there is a certificate; what is left in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -52,8 +50,6 @@ _WHOLE = (
 @dataclass(eq=False)
 class Reader(FollowedRows):
     """Reads the axes of the inputs of one recording of one micro-batch."""
-
-    _copying: int | None = None
 
     def known(self, operation: str, parameters: list[str], given: Tensor | None) -> str | None:
         """How preflight saw such a use read, if it did."""
@@ -101,7 +97,7 @@ class Reader(FollowedRows):
         """How what is known to be of one example is read."""
         given = bound.input
         if given is None and self._copying is not None:
-            return Axis(1, ALONE, example=self._copying)
+            return Axis(1, ALONE, example=(self._copying, self.batch_size))
         if given is None or rule.is_sorted or given.dim() < rule.features:
             return None
         is_row = given.dim() == rule.features
@@ -115,40 +111,13 @@ class Reader(FollowedRows):
         if example is not None and (owners is None or not owners.dim()):
             is_empty = not is_row and not len(given)
             order = Order.of(torch.zeros(0, dtype=torch.long, device=given.device), 1) if is_empty else None
-            return Axis(1, ALONE, order, example, is_row)
+            return Axis(1, ALONE, order, (example, self.batch_size), is_row)
         if self.batch_size == 1:
             return None
         # What a loop took out in another step is not read by its shape here.
         if may_be and owners is None and (known == ALONE or is_row or not self._is_whole(given)):
             self._unreadable(rule.name, given, parameters, _NOT_ALONE)
         return None
-
-    def one_of(self, parameters: list[str], data: list[Tensor]) -> int | None:
-        """The one example that several operands of an operation beside these parameters are of, if that is known."""
-        if self.batch_size == 1:
-            return 0 if self.readings.get(("expand", parameters[0], 0), "").startswith(ALONE) and data else None
-        if self._picked is None:
-            return None
-        found = {self._picked.example_of(one) for one in filter(self._picked.is_data, data)}
-        return found.pop() if len(found) == 1 else None
-
-    @contextmanager
-    def copying_for(self, example: int) -> Iterator[None]:
-        """Inside, copies of parameters are made for one example alone."""
-        self._copying = example
-        try:
-            yield
-        finally:
-            self._copying = None
-
-    def _is_whole(self, given: Tensor) -> bool:
-        """Whether it is known, whatever sizes there are, to have a row for each example; or to be of none."""
-        if self._picked is None:
-            return False
-        if not self._picked.is_data(given):
-            return True
-        axes = self._picked.axes
-        return axes.is_sure(given) and not axes.of(given) and len(given) == self.batch_size
 
     def _read(self, rule: Rule, bound: Bound, parameters: list[str]) -> str:
         given = bound.input

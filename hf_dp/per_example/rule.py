@@ -51,14 +51,14 @@ class Axis(NamedTuple):
 
     Attributes:
         order: of a ROUTED input.
-        example: of one that is ALONE.
+        example: of one that is ALONE, its number, and that of all examples.
         is_row: whether that is a single row, without an axis for it.
     """
 
     batch_size: int
     reading: str
     order: Order | None = None
-    example: int | None = None
+    example: tuple[int, int] | None = None
     is_row: bool = False
 
     def positions(self, tensor: Tensor) -> Tensor:

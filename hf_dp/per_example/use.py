@@ -119,7 +119,7 @@ class _RecordedUse(torch.autograd.Function):
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             names = names_of(call.watched.values())
             raise refusal(names, f"operation {call.rule.name}", f"its rule cannot read it ({error})") from error
-        with of_example(call.axis.example, call.watch.batch_size):
+        with of_example(call.axis.example):
             for role, source in call.watched.items():
                 found = factors[role]
                 if found is not None:

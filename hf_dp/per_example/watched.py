@@ -36,11 +36,6 @@ class Recording(Protocol):
     leaked: set[str]
     casts: Casts
 
-    @property
-    def batch_size(self) -> int:
-        """B."""
-        ...
-
     def call(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], watched: Sequence[WatchedParameter]
     ) -> Any:

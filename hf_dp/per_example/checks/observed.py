@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_dp.per_example.checks.memory import told_in_place
 from hf_dp.per_example.checks.values import parts
-from hf_dp.per_example.rule import ALONE, ROUTED, Axis, Use
+from hf_dp.per_example.rule import ROUTED, Axis, Use
 
 
 class Observed:
@@ -33,9 +33,9 @@ class Observed:
         if use.operation == "getitem" and use.reading == "constant" and not given.dim():
             return
         rows = self._rows_of(given, axis)
-        if use.reading == ALONE:
+        if axis.example is not None:
             sums = rows.new_zeros(self._size, 5, dtype=torch.double)
-            sums[axis.example] = _told(rows)
+            sums[axis.example[0]] = _told(rows)
             self.picked[use] = self.picked[use] + sums if use in self.picked else sums
         elif use.reading == ROUTED:
             sums = _sums(rows.view(len(rows), -1, max(given[:1].numel(), 1)), axis)

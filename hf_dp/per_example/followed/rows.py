@@ -17,7 +17,7 @@ from hf_dp.per_example.followed.counts import Counts
 from hf_dp.per_example.followed.following import Following, in_experts, is_of_torch, may_route, wrapped
 from hf_dp.per_example.followed.picked import Picked
 from hf_dp.per_example.followed.routes import Routes
-from hf_dp.per_example.rule import INFERRED, INFERS, ROUTED, Readings, Use
+from hf_dp.per_example.rule import ALONE, INFERRED, INFERS, ROUTED, Readings, Use
 from hf_dp.per_example.watched import WatchedParameter
 
 # Beside which certificates note that rows are picked somewhere, and whose they are is to be followed.
@@ -49,6 +49,8 @@ class FollowedRows:
     _is_followed: bool = False
     _is_following: bool = False
     _others: list[nn.Module] = field(default_factory=list)
+    # For which example alone copies of parameters are made.
+    _copying: int | None = None
 
     def __post_init__(self) -> None:
         self.counts, self.routes = Counts(self.batch_size), Routes(self.batch_size)
@@ -168,6 +170,33 @@ class FollowedRows:
     def follow(self) -> None:
         """Takes note that rows are to be followed through all modules, in each step, and looked at as in the check."""
         self.inferred.update(Use(*_ROWS[:2], reading, 0) for reading in (ROUTED, INFERRED))
+
+    def one_of(self, parameters: list[str], data: list[Tensor]) -> int | None:
+        """The one example that several operands of an operation beside these parameters are of, if that is known."""
+        if self.batch_size == 1:
+            return 0 if self.readings.get(("expand", parameters[0], 0), "").startswith(ALONE) and data else None
+        if self._picked is None:
+            return None
+        found = {self._picked.example_of(one) for one in filter(self._picked.is_data, data)}
+        return found.pop() if len(found) == 1 else None
+
+    @contextmanager
+    def copying_for(self, example: int) -> Iterator[None]:
+        """Inside, copies of parameters are made for one example alone."""
+        self._copying = example
+        try:
+            yield
+        finally:
+            self._copying = None
+
+    def _is_whole(self, given: Tensor) -> bool:
+        """Whether it is known, whatever sizes there are, to have a row for each example; or to be of none."""
+        if self._picked is None:
+            return False
+        if not self._picked.is_data(given):
+            return True
+        axes = self._picked.axes
+        return axes.is_sure(given) and not axes.of(given) and len(given) == self.batch_size
 
     def is_of_batch(self, tensor: Tensor) -> bool:
         """Whether it is a view of what the batch holds."""
