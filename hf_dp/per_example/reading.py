@@ -74,7 +74,7 @@ class Reader(FollowedRows):
         Raises:
             UnsupportedModelError: the shape has no reading, or may have another.
         """
-        if (alone := self._alone(rule, bound, parameters)) is not None:
+        if self.infers and (alone := self._alone(rule, bound, parameters)) is not None:
             return alone
         order, known = None, self._seen(rule.name, parameters, bound.input)
         known = known if known is None else known.removeprefix(AND_ALONE)
@@ -97,7 +97,7 @@ class Reader(FollowedRows):
         """How what is known to be of one example is read."""
         given = bound.input
         if given is None and self._copying is not None:
-            return Axis(1, ALONE, example=(self._copying, self.batch_size))
+            return self._of_one(self._copying)
         if given is None or rule.is_sorted or given.dim() < rule.features:
             return None
         is_row = given.dim() == rule.features
@@ -111,13 +111,17 @@ class Reader(FollowedRows):
         if example is not None and (owners is None or not owners.dim()):
             is_empty = not is_row and not len(given)
             order = Order.of(torch.zeros(0, dtype=torch.long, device=given.device), 1) if is_empty else None
-            return Axis(1, ALONE, order, (example, self.batch_size), is_row)
+            return self._of_one(example, order, is_row)
         if self.batch_size == 1:
             return None
         # What a loop took out in another step is not read by its shape here.
         if may_be and owners is None and (known == ALONE or is_row or not self._is_whole(given)):
             self._unreadable(rule.name, given, parameters, _NOT_ALONE)
         return None
+
+    def _of_one(self, example: int, order: Order | None = None, is_row: bool = False) -> Axis:
+        self._were_alone = True
+        return Axis(1, ALONE, order, (example, self.batch_size), is_row)
 
     def _read(self, rule: Rule, bound: Bound, parameters: list[str]) -> str:
         given = bound.input

@@ -180,7 +180,7 @@ class Copies(NamedTuple):
 def copied(reader: Reader, function: Any, name: str, parameters: list[str], args: Any, kwargs: Any) -> Copies | None:
     """The operands of an operation with copies of parameters for the examples, if it gives the same then."""
     tensors, given = tensors_in(args, kwargs), (parameters, args, kwargs)
-    if (alone := _for_one(reader, function, name, tensors, *given)) is not None:
+    if reader.infers and (alone := _for_one(reader, function, name, tensors, *given)) is not None:
         return alone
     is_whole, found = function in _BROADCASTING, None
     if is_whole or function in _SUMS:

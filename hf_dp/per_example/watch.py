@@ -112,9 +112,10 @@ class Watch:
         batch = laid_out(batch)
         with torch.enable_grad(), self.reader.reading(v for v in batch.values() if isinstance(v, Tensor)):
             losses = loss_fn(model, batch)
-            self.read |= self.reader.inferred
             refuse_constant(losses, self.uses, self.batch_size)
             check_losses(losses, self.batch_size)
+            self.reader.check_order(losses)
+            self.read |= self.reader.inferred
         return losses
 
     @contextmanager

@@ -22,6 +22,8 @@ from hf_dp.per_example.watched import WatchedParameter
 
 # Beside which certificates note that rows are picked somewhere, and whose they are is to be followed.
 _ROWS = ("rows", "", 0)
+# The same of losses of a loop over examples, which came out in their order.
+_LOSSES = ("losses", "", 0)
 
 
 @dataclass(eq=False)
@@ -35,6 +37,7 @@ class FollowedRows:
         counts: what numbers of rows tell of this micro-batch.
         inferred: what was read as folded, and is no plain view; see `Picked`.
         routes: whose the rows are that were picked or sorted.
+        infers: whether each operation is followed, which takes time, and from which nothing may follow.
     """
 
     batch_size: int
@@ -43,6 +46,7 @@ class FollowedRows:
     inferred: set[Use] = field(default_factory=set)
     counts: Counts = field(init=False)
     routes: Routes = field(init=False)
+    infers: bool = field(init=False)
     _storages: set[int] = field(default_factory=set)
     _picked: Picked | None = None
     _has_looked: bool = False
@@ -51,9 +55,11 @@ class FollowedRows:
     _others: list[nn.Module] = field(default_factory=list)
     # For which example alone copies of parameters are made.
     _copying: int | None = None
+    _were_alone: bool = False
 
     def __post_init__(self) -> None:
         self.counts, self.routes = Counts(self.batch_size), Routes(self.batch_size)
+        self.infers = bool(self.readings.get(INFERS, True))
 
     @contextmanager
     def followed(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -198,6 +204,20 @@ class FollowedRows:
         axes = self._picked.axes
         return axes.is_sure(given) and not axes.of(given) and len(given) == self.batch_size
 
+    def check_order(self, losses: Tensor) -> None:
+        """Refuses losses of a loop that are not known to be the examples', in order, where they were in the check."""
+        if not self._were_alone or self._picked is None or self.batch_size == 1:
+            return
+        is_known = self._picked.has_one_of_each(losses) is not False
+        self.inferred.add(Use(*_LOSSES[:2], ALONE if is_known else "constant", 0))
+        if not is_known and self.readings.get(_LOSSES) == ALONE:
+            raise UnsupportedModelError(
+                f"a loop over examples, of whose {self.batch_size} losses it is not known that each is one example's.",
+                why="in the check before the first step it was, and what follows from others breaks the bound.",
+                fix="let each turn of the loop see one example, hand nothing on to the next, and put what it makes in "
+                "that example's place.",
+            )
+
     def is_of_batch(self, tensor: Tensor) -> bool:
         """Whether it is a view of what the batch holds."""
         return _storage(tensor) in self._storages
@@ -208,9 +228,7 @@ class FollowedRows:
         given = list(tensors)
         self._storages = {_storage(v) for v in given}
         self.counts = Counts.of(given, self.batch_size)
-        # To follow each operation takes time, and nothing may follow from it.
-        infers = bool(self.readings.get(INFERS, True))
-        self._picked = Picked(given, self.batch_size, self.counts.room, self.inferred) if infers else None
+        self._picked = Picked(given, self.batch_size, self.counts.room, self.inferred) if self.infers else None
         try:
             with self._picked or nullcontext(), self._following() if self._is_followed else nullcontext():
                 yield
