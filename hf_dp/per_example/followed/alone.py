@@ -129,11 +129,13 @@ class Alone:
         if size == 1 or op.name in MAKING or not data:
             return []
         self._keep_sure(op, data)
-        is_cut = source is not None and op.name in _CUTTING and source not in self._example and not axes.of(source)
-        if source is not None and is_cut and (is_cut_across(source, size) or axes.is_unclear(source)):
-            return [Owned(one, True, False) for one in tensors_in(op.output) if one.numel() < source.numel()]
-        if source is not None and self._may_cut(op, source, axes, leads):
-            self._cut(op, source, axes)
+        # A table is looked up in, and not cut, whatever its sizes are.
+        whole = source if any(one is source for one in data) else None
+        is_cut = whole is not None and op.name in _CUTTING and whole not in self._example and not axes.of(whole)
+        if whole is not None and is_cut and (is_cut_across(whole, size) or axes.is_unclear(whole)):
+            return [Owned(one, True, False) for one in tensors_in(op.output) if one.numel() < whole.numel()]
+        if whole is not None and self._may_cut(op, whole, axes, leads):
+            self._cut(op, whole, axes)
             return []
         owned, joined = self._written(op, data, is_new, axes), self._joined(op)
         made = [one for one in tensors_in(op.output) if one.dtype != torch.bool]
