@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_dp.errors import HfDpError
-from hf_dp.per_example import Certificate, PerExampleGradients, RowSum, apart, loop, preflight, record
+from hf_dp.per_example import Certificate, PerExampleGradients, RowSum, loop, preflight, record
 from hf_dp.per_example.in_groups import InGroups
 from hf_dp.per_example.passes import record_in_two_passes
-from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.sharding import as_sums
 from tests.per_example.small import Small, batch, parameter, relative_error, square
+from tests.per_example.test_picked_rows_elsewhere import layers, marked, refused
 from tests.zoo import tiny
 
 LENGTH = 6
@@ -323,70 +323,45 @@ def test_factors_are_kept_once() -> None:
     assert [len(uses) for name, uses in found.factors.items() if name.startswith("layer")] == [1, 1]
 
 
-def test_factors_of_a_weight_that_is_computed_once_are_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that are normed, or put together of others, before the loop begins."""
-
-    def function(m: Any, x: Tensor) -> Tensor:
-        weight = m.layer.weight / m.layer.weight.norm()
-        return torch.stack([F.linear(rows, weight) for rows in hidden(m, x)])
-
-    model, data, found = Small(function, **members()), batch(8, LENGTH, 4), list[int]()
-    certificate = preflight(model, square, batch(3, LENGTH, 4))
-    usual = apart._together
-    monkeypatch.setattr(apart, "_together", lambda known, size: found.append(len(known)) or usual(known, size))
-    assert relative_error(record(model, square, data, certificate=certificate), loop(model, square, data)) <= 1e-12
-    assert found == [8]
+def permuted(h: Tensor, order: list[int]) -> Tensor:
+    return F.one_hot(torch.tensor(order), len(h)).to(h.dtype)
 
 
-def by_size(m: Any, x: Tensor) -> list[int]:
-    """In order, but where a number is large, as none is in the check."""
-    sizes = x.mean((1, 2)).tolist()
-    return sorted(range(len(x)), key=sizes.__getitem__) if bool(x.max() > 50) else list(range(len(x)))
+def seen_before(h: Tensor, order: list[int]) -> list[Tensor]:
+    into = h.clone()
+    views = [*into]
+    into.copy_(h[order])
+    return views
 
 
-def in_place_of_others(m: Any, x: Tensor) -> Tensor:
-    out, h = torch.zeros_like(x), hidden(m, x)
-    for place, number in enumerate(by_size(m, x)):
-        out[place] = m.layer(h[number])
-    return out
+# In the check all have as many marks, so that each example stays where it is.
+ORDERS: dict[str, Callable[[Tensor, list[int]], Any]] = {
+    "picked": lambda h, order: h[order],
+    "product": lambda h, order: torch.einsum("ij,jtd->itd", permuted(h, order), h),
+    "products": lambda h, order: (permuted(h, order).expand(h.shape[1], -1, -1) @ h.transpose(0, 1)).transpose(0, 1),
+    "written": lambda h, order: h.clone().copy_(h[order]),
+    "seen before": seen_before,
+}
 
 
-def beside_others(m: Any, x: Tensor) -> Tensor:
-    made = [m.layer(rows) for rows in hidden(m, x)]
-    return torch.stack([made[i] * made[j].cos() if i != j else made[i] for i, j in enumerate(by_size(m, x))])
+@pytest.mark.parametrize("name", ORDERS)
+def test_examples_that_are_in_another_order_in_the_middle_of_a_training_are_refused(name: str) -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"]
+        order = sorted(range(len(mask)), key=mask.sum(1).tolist().__getitem__)
+        rows = torch.stack([m.other(one) for one in ORDERS[name](h, order)]).square().sum((1, 2))
+        return torch.stack([rows[order.index(i)] for i in range(len(mask))]) + h.sum((1, 2))
+
+    batches = [marked(2, 1, 3), marked(3, 0, 0, 1), marked(2, 0), marked(5, 2, 1)]
+    assert refused(function, marked(1, 1, 1), batches, **layers()) == len(batches)
 
 
-def with_what_came_before(m: Any, x: Tensor) -> Tensor:
-    made, before = list[Tensor](), torch.zeros(())
-    for i, j in enumerate(by_size(m, x)):
-        made.append(m.layer(hidden(m, x)[i]) + before)
-        before = made[-1] if i != j else before
-    return torch.stack(made)
+def test_examples_that_the_loop_takes_in_another_order_are_exact() -> None:
+    def function(m: Any, data: Any) -> Tensor:
+        h, mask = m.linear(data["x"]).tanh(), data["mask"]
+        order = sorted(range(len(mask)), key=mask.sum(1).tolist().__getitem__)
+        rows = [m.other(h[i]).square().sum() for i in order]
+        return torch.stack([rows[order.index(i)] for i in range(len(mask))]) + h.sum((1, 2))
 
-
-TURNED: list[Way] = [
-    lambda m, x: torch.stack([m.layer(hidden(m, x)[i]) for i in by_size(m, x)]),
-    in_place_of_others, beside_others, with_what_came_before,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("way", TURNED)
-def test_what_a_loop_mixes_in_few_steps_is_refused_there(way: Way) -> None:
-    def losses(model: Any, data: Any) -> Tensor:
-        found: Tensor = (model(data["x"]) - data["x"]).square().mean((1, 2))
-        return found
-
-    model, data = Small(way, **members()), batch(4, LENGTH, 4)
-    certificate = preflight(model, losses, batch(3, LENGTH, 4))
-    assert relative_error(record(model, losses, data, certificate=certificate), loop(model, losses, data)) <= 1e-12
-    data["x"][0] += 100
-    with pytest.raises(HfDpError, match="loop over examples"):
-        record(model, losses, data, certificate=certificate)
-
-
-def test_where_nothing_loops_no_use_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Small(lambda m, x: m.layer(hidden(m, x)), **members())
-    certificate = preflight(model, square, batch(3, LENGTH, 4))
-    monkeypatch.setattr(Reader, "_alone", None)
-    monkeypatch.setattr(Reader, "one_of", None)
-    record(model, square, batch(4, LENGTH, 4), certificate=certificate)
+    batches = [marked(2, 1, 3), marked(3, 0, 0, 1), marked(2, 0), marked(4, 4, 4, 4, length=4)]
+    assert not refused(function, marked(1, 1, 1), batches, **layers())
