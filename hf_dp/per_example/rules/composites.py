@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_dp.per_example.followed.axes import is_plainly_folded
 from hf_dp.per_example.rules.recurrent import LAYERS
 from hf_dp.per_example.watched import WatchedParameter
 
@@ -212,7 +213,12 @@ def _batch_norm(
     """In eval mode, by statistics that stay as they are."""
     if training:
         return NotImplemented
-    return _by_channel(F.batch_norm(input, running_mean, running_var, None, None, False, momentum, eps), weight, bias)
+    output, base = F.batch_norm(input, running_mean, running_var, None, None, False, momentum, eps), input._base
+    if base is not None and input.dim() == 2 and len(input) > len(base) and is_plainly_folded(input, len(base)):
+        # Rows of all positions: which axis leads through the examples is seen where they have theirs again.
+        output = output.reshape(len(base), -1, input.shape[1]).mT
+        return _by_channel(output, weight, bias).mT.reshape(input.shape)
+    return _by_channel(output, weight, bias)
 
 
 def _by_channel(values: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

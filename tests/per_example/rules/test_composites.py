@@ -94,6 +94,16 @@ _MODELS: dict[str, Small] = {
     "batch norm of rows, in eval mode": Small(
         lambda m, x: m.norm(m.first(x[:, 0])).cos(), first=nn.Linear(4, 3), norm=_Still1d(3).eval()
     ),
+    "batch norm of all positions, in eval mode": Small(
+        lambda m, x: m.norm(m.first(x).flatten(0, 1)).view(len(x), -1, 3).cos(),
+        first=nn.Linear(4, 3),
+        norm=_Still1d(3).eval(),
+    ),
+    "batch norm of pairs of positions, in eval mode": Small(
+        lambda m, x: m.norm(m.first(x).view(-1, 2)).view(len(x), -1, 2).cos(),
+        first=nn.Linear(4, 1),
+        norm=_Still1d(2).eval(),
+    ),
     "instance norm of a parameter": Small(
         lambda m, x: x * m.norm(m.w[None])[0].T.cos(), norm=nn.InstanceNorm1d(4, affine=True), w=parameter(4, 6)
     ),
