@@ -60,6 +60,35 @@ def test_their_weights_train_exactly_and_their_statistics_stay() -> None:
     assert {type(module) for module in model.modules() if not module.training} == {nn.BatchNorm1d, nn.BatchNorm2d}
 
 
+class Positions(Convolutions):
+    """Each place of a picture is a position then, as where attention follows: its channels come first in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.first[1](self.first[0](x))
+        return self.out(made.view(len(x), 4, -1).permute(0, 2, 1).cos().cumsum(1)[:, -1])  # type: ignore[no-any-return]
+
+
+def test_one_example_whose_gradient_has_its_channels_last() -> None:
+    """torch's batch norm in eval mode gave a gradient of other numbers then, of one example by itself alone."""
+    model = Positions().double()
+    still_batch_norm(model)
+    model.train()
+    certificate = preflight(model, losses, data(4))
+    assert relative_error(record(model, losses, data(4)), loop(model, losses, data(4))) <= 1e-12
+    weight, one = model.first[0].weight, {name: value[:1] for name, value in data(4).items()}
+    found = record(model, losses, one, certificate=certificate).weighted_sum(torch.ones(1))["first.0.weight"]
+    step = 1e-6 * torch.randn_like(weight)
+    with torch.no_grad():
+        above, below = (losses(_moved(model, sign * step), one).sum() for sign in (1, -1))
+    assert torch.isclose((above - below) / 2, (found * step).sum(), rtol=1e-4)
+
+
+def _moved(model: Positions, step: Tensor) -> Positions:
+    moved = copy.deepcopy(model)
+    moved.first[0].weight += step
+    return moved
+
+
 def test_one_without_statistics_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"first\.1 has no statistics to keep"):
         still_batch_norm(Convolutions(statistics=False))
