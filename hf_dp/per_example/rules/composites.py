@@ -197,7 +197,7 @@ def _instance_norm(
     if isinstance(input, WatchedParameter) or (use_input_stats and running_mean is not None):
         return NotImplemented  # It would keep a mean over all examples.
     output = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
-    return _by_channel(output, weight, bias)
+    return _by_channel(output, weight, bias, input)
 
 
 def _batch_norm(
@@ -213,18 +213,18 @@ def _batch_norm(
     """In eval mode, by statistics that stay as they are."""
     if training:
         return NotImplemented
-    output, base = F.batch_norm(input, running_mean, running_var, None, None, False, momentum, eps), input._base
-    if base is not None and input.dim() == 2 and len(input) > len(base) and is_plainly_folded(input, len(base)):
-        # Rows of all positions: which axis leads through the examples is seen where they have theirs again.
-        output = output.reshape(len(base), -1, input.shape[1]).mT
-        return _by_channel(output, weight, bias).mT.reshape(input.shape)
-    return _by_channel(output, weight, bias)
+    output = F.batch_norm(input, running_mean, running_var, None, None, False, momentum, eps)
+    return _by_channel(output, weight, bias, input)
 
 
-def _by_channel(values: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    along = (-1, *[1] * (values.dim() - 2))
+def _by_channel(values: Tensor, weight: Tensor | None, bias: Tensor | None, given: Tensor) -> Tensor:
+    base, along = given._base, (-1, *[1] * (values.dim() - 2))
+    is_folded = base is not None and 0 < len(base) < len(given) and is_plainly_folded(given, len(base))
+    # Which axis leads through the examples is seen where they have theirs again.
+    values = values.unflatten(0, (len(base), -1)) if base is not None and is_folded else values
     values = values if weight is None else values * weight.reshape(along)
-    return values if bias is None else values + bias.reshape(along)
+    values = values if bias is None else values + bias.reshape(along)
+    return values.flatten(0, 1) if is_folded else values
 
 
 def _distances(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Any:

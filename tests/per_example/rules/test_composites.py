@@ -104,6 +104,11 @@ _MODELS: dict[str, Small] = {
         first=nn.Linear(4, 1),
         norm=_Still1d(2).eval(),
     ),
+    "instance norm of several series of each": Small(
+        lambda m, x: m.norm(m.first(x).view(-1, 3, 5)).view(len(x), -1, 5).cos(),
+        first=nn.Linear(4, 5),
+        norm=nn.InstanceNorm1d(3, affine=True),
+    ),
     "instance norm of a parameter": Small(
         lambda m, x: x * m.norm(m.w[None])[0].T.cos(), norm=nn.InstanceNorm1d(4, affine=True), w=parameter(4, 6)
     ),
