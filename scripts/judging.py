@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,13 +72,20 @@ class _Widened(TorchFunctionMode):
 
 
 @contextmanager
-def _in_float64() -> Iterator[None]:
+def in_float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     try:
         with _Widened():
             yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def widened(model: nn.Module, batch: dict[str, Any]) -> Iterator[None]:
+    """All that `model` computes of `batch`, in float64."""
+    with computed_in(model, batch, torch.float64), in_float64():
+        yield
 
 
 @contextmanager
@@ -100,26 +108,32 @@ def judge(
     make_batch: Callable[[int, int, torch.dtype], dict[str, Any]],
     loss_fn: LossFunction = per_example_losses,
     shapes: Shapes = USUAL,
+    is_widened: bool = False,
 ) -> str:
     """ "exact 3e-16", "refused: why" or "WRONG"; in float64 with and without a certificate, in float32 with one, in two
     of several shapes.
 
-    A batch of one example is read by the certificate, as in training: it has no size to tell its axis by.
+    A batch of one example is read by the certificate, as in training: it has no size to tell its axis by. A model that
+    knows no float64 `is_widened`: what it makes or casts in float32 is in float64 too.
     """
     largest, model, doubles = 0.0, build(torch.float64), [make_batch(*shape, torch.float64) for shape in shapes]
     try:
-        certificate = preflight(model, loss_fn, doubles[0])
-        if loss_fn is per_example_losses:
-            check_own_loss(model, doubles[0])
+        with widened(model, doubles[0]) if is_widened else nullcontext():
+            certificate = preflight(model, loss_fn, doubles[0])
+            if loss_fn is per_example_losses:
+                check_own_loss(model, doubles[0])
         for batch in doubles:
             known = certificate if batch_size(batch) == 1 else None
-            off = error(record(model, loss_fn, batch, certificate=known), loop(model, loss_fn, batch))
+            off = math.inf
+            if not is_widened:
+                off = error(record(model, loss_fn, batch, certificate=known), loop(model, loss_fn, batch))
             if not off <= TOLERANCE[torch.float64]:
                 # Some families compute parts in float32 whatever they are in.
-                with computed_in(model, batch, torch.float64), _in_float64():
+                with widened(model, batch):
                     off = error(record(model, loss_fn, batch, certificate=known), loop(model, loss_fn, batch))
             if batch_size(batch) > 1:
-                off = worst((off, moved_by_a_neighbour(model, loss_fn, batch, certificate)))
+                with widened(model, batch) if is_widened else nullcontext():
+                    off = worst((off, moved_by_a_neighbour(model, loss_fn, batch, certificate)))
             if not off <= TOLERANCE[torch.float64]:
                 return f"WRONG by {off:.1g} with {batch_size(batch)} examples"
             largest = max(largest, off)

@@ -1,4 +1,4 @@
-"""Configs of any architecture made small by the names of their sizes, and batches for what they are the heads of."""
+"""Configs of any architecture made small by the names of their sizes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 
-VOCABULARY = 40
+from scripts.batches import VOCABULARY, batch_for
+from scripts.rarer_sizes import AS_IT_IS, RARER, TRIED
+
 _WIDE = (
     *("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "word_embed_proj_dim", "embedding_size"),
     *("dense_size", "lru_width", "attention_hidden_size"),
@@ -60,6 +62,8 @@ SIZES: Mapping[str, Any] = {
     "patch_size": 8,
     "num_mel_bins": 8,
     "attention_window_size": 16,
+    "mamba_chunk_size": 4,
+    "attention_window": 4,
     "conv_dim": (16, 16),
     "conv_stride": (2, 2),
     "conv_kernel": (3, 3),
@@ -85,8 +89,8 @@ LEFT = (
 _LARGEST = 8_000_000
 #: Of configs and models that names do not make small.
 FAILURES = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError),
-    StrictDataclassError,
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, RuntimeError, TypeError),
+    *(ValueError, StrictDataclassError),
 )
 
 
@@ -113,17 +117,54 @@ def _are_whole(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(one, int) for one in value)
 
 
-def small_config(kind: type, left: tuple[str, ...]) -> Any:
+def _by_heads(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Widths of models in stages that have a number of heads for each: narrow, and whole numbers of heads."""
+    heads = next((given[name] for name in _HEADS if _are_whole(given.get(name))), None)
+    width = given.get("embed_dim")
+    if heads is None or width is None:
+        return {}
+    narrow = heads[0] * _NARROWEST if isinstance(width, int) else [one * _NARROWEST for one in heads]
+    return {"embed_dim": narrow, "hidden_size": AS_IT_IS}
+
+
+def _smaller(config: Any, left: tuple[str, ...], tried: Mapping[str, Any]) -> dict[str, Any]:
+    """The same by rarer names too, and with what is tried, where the config has such a setting."""
+    given = config.to_dict()
+    rarer = {name: size for name, size in RARER.items() if name in given}
+    pairs = {"attention_types": [[kinds, 1] for kinds, _ in given.get("attention_types") or ()]}
+    depth = {"depth": list(range(1, len(given["depth"]) + 1))} if _are_whole(given.get("depth")) else {}
+    channels = [name for name, value in given.items() if name.startswith("st") and name.endswith("_channels")]
+    channels = [name for name in channels if _are_whole(given[name])]
+    narrow = {
+        name: [n // 16 if n > 16 else n for n in given[name]] for name in channels and (*channels, "hidden_sizes")
+    }
+    chosen = {name: size for name, size in tried.items() if name in given}
+    settings = {**_small(config, left), **rarer, **_by_heads(given), **(pairs if pairs["attention_types"] else {})}
+    settings |= {**depth, **narrow, **chosen}
+    return {name: size for name, size in settings.items() if size is not AS_IT_IS and not _is_fixed(config, name)}
+
+
+def _is_fixed(config: Any, name: str) -> bool:
+    held = getattr(type(config), config.attribute_map.get(name, name), None)
+    return isinstance(held, property) and held.fset is None
+
+
+def small_config(kind: type, left: tuple[str, ...], tried: Mapping[str, Any] | None = None) -> Any:
     """One of this kind with two layers, or one of each type, as narrow as names tell."""
     usual: Any = kind()
-    settings, types = _small(usual, left), getattr(usual, "layer_types", None)
-    if types and "layer_types" not in left:
-        each = list(dict.fromkeys(types))
+
+    def made_small(config: Any) -> dict[str, Any]:
+        settings = _small(config, left) if tried is None else _smaller(config, left, tried)
+        for name in getattr(type(config), "sub_configs", {}) if tried is not None or config is usual else ():
+            if name not in (tried or ()) and hasattr(part := getattr(config, name, None), "to_dict"):
+                settings[name] = {**made_small(part), **({} if tried is None else {"model_type": part.model_type})}
+        return settings
+
+    settings, types = made_small(usual), getattr(usual, "layer_types", None)
+    if types and "layer_types" not in left and not (tried is not None and _is_fixed(usual, "layer_types")):
+        each = list(dict.fromkeys((tried or {}).get("layer_types", types)))
         settings["layer_types"] = each = each * 2 if len(each) == 1 else each
         settings |= {name: len(each) for name in _DEEP if name in settings}
-    for name in getattr(kind, "sub_configs", {}):
-        if getattr(usual, name, None) is not None:
-            settings[name] = _small(getattr(usual, name), left)
     return kind(**settings)
 
 
@@ -134,12 +175,12 @@ def small_model(kind: type, config_kind: type, head: str) -> nn.Module:
         NotMadeError: with what went wrong at last.
     """
     reason: Exception = NotMadeError("no config")
-    for left in LEFT:
+    for left, tried in (*((left, None) for left in LEFT), *TRIED):
         try:
             torch.manual_seed(0)
-            config = small_config(config_kind, left)
+            config = small_config(config_kind, left, tried)
             if head == "segmentation":
-                config.use_auxiliary_head = False
+                config.use_auxiliary_head = (tried or {}).get("use_auxiliary_head", False)
             model: Any = kind(config)
             if sum(p.numel() for p in model.parameters()) > _LARGEST:
                 raise NotMadeError("it stays large")
@@ -148,50 +189,10 @@ def small_model(kind: type, config_kind: type, head: str) -> nn.Module:
                     if getattr(settings, name, None) is None:
                         setattr(settings, name, SIZES[name])
             with torch.no_grad():
-                loss = model.eval()(**batch_for(head, config, 2)).loss
+                loss = model.eval()(**batch_for(head, model, 2)).loss
             if not loss.isfinite():
                 raise NotMadeError("its loss is not finite")
             return model
         except FAILURES as error:
             reason = error
-    raise NotMadeError(f"{type(reason).__name__}: {reason}".splitlines()[0][:160])
-
-
-def batch_for(
-    head: str, config: Any, size: int, length: int = 12, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
-    """Rows that differ, with labels; texts of one length, each with an end."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    def ids(length: int) -> Tensor:
-        return torch.randint(3, VOCABULARY, (size, length), generator=generator)
-
-    classes = torch.arange(size) % 2
-    side = getattr(config, "image_size", 32)
-    height, width = (side, side) if isinstance(side, int) else side
-    channels = getattr(config, "num_channels", 3)
-    if head == "image":
-        return {"pixel_values": draw(size, channels, height, width), "labels": classes}
-    if head == "segmentation":
-        labels = (draw(size, height, width) > 0).long()
-        return {"pixel_values": draw(size, channels, height, width), "labels": labels}
-    if head == "video":
-        frames = draw(size, getattr(config, "num_frames", 8), channels, height, width)
-        return {"pixel_values": frames, "labels": classes}
-    if head == "audio":
-        return {"input_values": draw(size, 400), "labels": classes}
-    text = ids(length)
-    batch: dict[str, Any] = {"input_ids": text, "attention_mask": torch.ones_like(text)}
-    if head in ("causal_lm", "masked_lm"):
-        return {**batch, "labels": text.clone()}
-    if head == "seq2seq":
-        return {**batch, "labels": ids(7)}
-    text[:, -1] = 2
-    if head == "token":
-        return {**batch, "labels": text % 2}
-    if head == "qa":
-        return {**batch, "start_positions": classes, "end_positions": classes + 2}
-    return {**batch, "labels": classes}
+    raise NotMadeError(f"{type(reason).__name__}: {reason}".splitlines()[0][:160]) from reason
