@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.losses.kinds import SHIFTED, TOKENWISE, has_decoder, loss_kind
+from hf_dp.losses.kinds import SHIFTED, TOKENWISE, is_fed_labels, loss_kind
 from hf_dp.losses.tokens import IGNORED
 
 _ENCODED, _DECODED = "attention_mask", "decoder_attention_mask"
@@ -57,7 +57,7 @@ def without_hidden(
         return {}
     if not has_usual_loss and kind != SHIFTED:
         return {}
-    if kind == TOKENWISE and has_decoder(model):
+    if kind == TOKENWISE and is_fed_labels(model):
         if mask is not None:
             labels = labels.masked_fill(mask.eq(0).all(1, keepdim=True), IGNORED)
         if decoded is not None and decoded.shape == labels.shape:

@@ -113,6 +113,12 @@ def has_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(base_model(model), "config", None), "is_encoder_decoder", False))
 
 
+def is_fed_labels(model: nn.Module) -> bool:
+    """Whether a decoder is fed the labels, moved by one: not where they are classes of the tokens that it reads."""
+    classes = type(base_model(model)).__mro__
+    return has_decoder(model) and not any(kind.__name__.endswith("ForTokenClassification") for kind in classes)
+
+
 def base_model(model: nn.Module) -> Any:
     """The model of Transformers that PEFT may have been put around."""
     unwrap = getattr(model, "get_base_model", None)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dp.losses.heads import classification, ctc_losses, labels_of, question_answering, refuse_smoothing
-from hf_dp.losses.kinds import SEGMENTATION, SHIFTED, TOKENWISE, base_model, has_decoder, is_encoder, loss_kind
+from hf_dp.losses.kinds import SEGMENTATION, SHIFTED, TOKENWISE, base_model, is_encoder, is_fed_labels, loss_kind
 from hf_dp.losses.outputs import logits_of
 from hf_dp.losses.pixels import segmentation
 from hf_dp.losses.tokens import IGNORED, accurate, token_losses
@@ -42,7 +42,7 @@ def per_example_losses(model: nn.Module, batch: Mapping[str, Any], label_smoothi
     labels = labels_of(batch, "labels")
     inputs = {k: v for k, v in batch.items() if k not in ("labels", "num_items_in_batch")}
     base = base_model(model)
-    if kind == TOKENWISE and has_decoder(base):
+    if kind == TOKENWISE and is_fed_labels(base):
         inputs |= _decoder_inputs(base, batch, labels)
     logits = logits_of(model, inputs)
     if kind == SHIFTED:

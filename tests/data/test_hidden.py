@@ -13,6 +13,7 @@ from hf_dp.data.hidden import without_hidden
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.data.widths import widths_of
 from hf_dp.losses import per_example_losses
+from tests.losses.test_own_classes import ReaderForTokenClassification
 from tests.zoo import tiny
 
 _IDS = [5, 6, 7, 8, 9, 3]
@@ -100,3 +101,11 @@ def test_a_long_hole_and_a_row_of_nothing_are_other_widths_than_short_ones() -> 
     assert told([0, 0, 0, 1, 1], [1, 1, 1, 0, 0])[-3] == 0
     assert told([1, 1, 1, 1, 1], [0, 0, 0, 0, 0])[-4] == 0
     assert told([1])[-3] == 0
+
+
+def test_a_decoder_that_classifies_the_tokens_that_it_reads_has_a_label_for_each() -> None:
+    model = ReaderForTokenClassification(tiny("bart", "seq2seq").config)
+    ids, mask = torch.randint(3, 40, (2, 5)), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids % 2}
+    found = without_hidden(model, batch, batch)["labels"]
+    assert torch.equal(found, (ids % 2).masked_fill(mask.eq(0), -100))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from transformers import (
+    BartForConditionalGeneration,
     BertForSequenceClassification,
     BertPreTrainedModel,
     DistilBertForSequenceClassification,
@@ -157,3 +158,22 @@ def test_a_class_made_of_one_of_transformers_trains_by_its_own_loss_alone(tmp_pa
     model = Mine(classifier().config)
     model.is_weighted = True
     refused(tmp_path, UnsupportedModelError, "^Mine returns .* as its loss of one example", model, at_once=False)
+
+
+class ReaderForTokenClassification(BartForConditionalGeneration):
+    """As T5Gemma 2's: its decoder reads the text once more, and tells a class of each token."""
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None, decoder_input_ids: Any = None) -> Any:
+        read = self.prepare_decoder_input_ids_from_labels(input_ids) if decoder_input_ids is None else decoder_input_ids
+        found = super().forward(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=read)
+        if labels is not None:
+            found.loss = F.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
+        return found
+
+
+def test_a_decoder_that_classifies_the_tokens_that_it_reads_is_fed_no_labels() -> None:
+    model = ReaderForTokenClassification(tiny("bart", "seq2seq").config).eval()
+    batch = text_batch("token")
+    own = torch.stack([model(**{name: values[i : i + 1] for name, values in batch.items()}).loss for i in range(3)])
+    assert torch.allclose(per_example_losses(model, batch), own, rtol=1e-5)
+    check_own_loss(model, batch)
