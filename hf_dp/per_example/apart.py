@@ -7,8 +7,7 @@ many times the memory as there are examples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 
 import torch
@@ -27,14 +26,20 @@ Keep = Callable[[str, Factors], None]
 _ONE: ContextVar[tuple[int, int] | None] = ContextVar("_ONE", default=None)
 
 
-@contextmanager
-def of_example(example: tuple[int, int] | None) -> Iterator[None]:
+class of_example:  # noqa: N801 - it is called as a function
     """Inside, factors that are handed on are those of one of so many examples; of all of them where it is None."""
-    token = _ONE.set(example)
-    try:
-        yield
-    finally:
-        _ONE.reset(token)
+
+    # No generator: it is entered for each use of each parameter.
+    __slots__ = ("_example", "_token")
+
+    def __init__(self, example: tuple[int, int] | None) -> None:
+        self._example = example
+
+    def __enter__(self) -> None:
+        self._token = _ONE.set(self._example)
+
+    def __exit__(self, *given: object) -> None:
+        _ONE.reset(self._token)
 
 
 class Apart:
