@@ -12,7 +12,7 @@ from hf_dp.per_example.followed.axes import Place, are_even, is_along, is_indexe
 from hf_dp.per_example.watched import METADATA, flatten, tensors_in
 
 # Asked for what is no number in a tensor.
-NO_NUMBERS = METADATA - {Tensor.grad.__get__}  # type: ignore[union-attr]
+NO_NUMBERS = METADATA - {Tensor.grad.__get__} | {Tensor._base.__get__}  # type: ignore[union-attr]
 INDEXING = frozenset(("__getitem__", "index"))
 # Of these each number of the result is one of the first argument's, wherever that is chosen by the others.
 CHOOSING = INDEXING.union(

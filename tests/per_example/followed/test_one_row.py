@@ -124,3 +124,15 @@ def test_rows_of_parts_of_examples_are_not_one_of_each() -> None:
     with Picked([x], 3) as picked:
         made = torch.stack([*x.view(4, -1)][1:])
         assert picked.has_one_of_each(made) is False
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_asking_what_a_view_is_of_leaves_unknown_nothing_that_was_known(asks: bool) -> None:
+    """As is done for experts: with as many points in time as examples, features cut after that were anybody's."""
+    with Picked([x := torch.randn(4, 4, 6)], 4) as picked:
+        whole = x * 2
+        rows = whole.view(16, 6)
+        assert not asks or rows._base is whole
+        first, second = whole.split([4, 2], -1)
+        assert picked.has_one_of_each(first) is not False
+        assert picked.has_one_of_each(second) is not False
