@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -37,18 +38,28 @@ def still_batch_norm(model: nn.Module) -> list[str]:
         # Of an object's own, not of a class: it is copied, saved and loaded as before.
         module.__dict__["train"] = functools.partial(_stay, module)
         module.train()
+        module.register_forward_pre_hook(_in_order)
         module.register_forward_hook(_with_gradients_in_order)
     return list(found)
 
 
+def _in_order(module: nn.Module, given: Any) -> Any:
+    """Of one picture by itself, and of pictures of one row or column, torch (2.13, on a CPU) takes values whose channels
+    come last in memory for ones whose channels come first, or the reverse, and gives other gradients."""
+    first, *others = given
+    return (first.contiguous(), *others) if torch.is_grad_enabled() and _could_be_taken_for(module, first) else None
+
+
 def _with_gradients_in_order(module: nn.Module, given: Any, made: Tensor) -> None:
-    """Of one picture by itself torch (2.13, on a CPU) takes a gradient whose channels come last in memory for one whose
-    channels come first."""
-    if not module.training and made.requires_grad and len(made) == 1:
-        made.register_hook(_in_order)
+    if made.requires_grad and _could_be_taken_for(module, made):
+        made.register_hook(_contiguous)
 
 
-def _in_order(gradient: Tensor) -> Tensor:
+def _could_be_taken_for(module: nn.Module, values: Tensor) -> bool:
+    return not module.training and values.dim() > 3 and 1 in (len(values), *values.shape[2:])
+
+
+def _contiguous(gradient: Tensor) -> Tensor:
     return gradient.contiguous()
 
 

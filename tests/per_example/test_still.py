@@ -83,6 +83,36 @@ def test_one_example_whose_gradient_has_its_channels_last() -> None:
     assert torch.isclose((above - below) / 2, (found * step).sum(), rtol=1e-4)
 
 
+def laid_out(values: Tensor, order: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """The same numbers in another order in memory; of an axis of length 1 torch lets the stride be anything."""
+    moved = values.permute(order).contiguous().permute([order.index(axis) for axis in range(values.dim())])
+    kept = zip(moved.shape, moved.stride(), strides, strict=True)
+    return moved.as_strided(moved.shape, [other if size == 1 else stride for size, stride, other in kept])
+
+
+LAST, FIRST = ((0, 2, 3, 1), (1, 1, 1, 12)), ((0, 1, 2, 3), (1, 1, 4, 4))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 1), (2, 4, 1, 3), (1, 4, 3, 1), (1, 4, 3, 3)], ids=str)
+@pytest.mark.parametrize(("of_input", "of_gradient"), [(LAST, FIRST), (FIRST, LAST)], ids=["input", "gradient"])
+def test_pictures_of_one_column_whose_channels_may_come_first_or_last(
+    shape: Any, of_input: Any, of_gradient: Any
+) -> None:
+    """torch's batch norm in eval mode takes one for the other."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4).double()
+    assert norm.running_var is not None
+    norm.running_var.uniform_(0.5, 2)
+    still_batch_norm(norm)
+    given = laid_out(torch.randn(shape).double(), *of_input).requires_grad_()
+    gradient = laid_out(torch.randn(shape).double(), *of_gradient)
+    found = torch.autograd.grad(norm(given), [given, norm.weight, norm.bias], gradient)
+    scale = (norm.running_var + norm.eps).rsqrt().view(-1, 1, 1)
+    by_hand = (given * scale) * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)
+    for one, other in zip(found, torch.autograd.grad(by_hand, [given, norm.weight, norm.bias], gradient), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def _moved(model: Positions, step: Tensor) -> Positions:
     moved = copy.deepcopy(model)
     moved.first[0].weight += step
