@@ -44,10 +44,10 @@ def still_batch_norm(model: nn.Module) -> list[str]:
 
 
 def _in_order(module: nn.Module, given: Any) -> Any:
-    """Of one picture by itself, and of pictures of one row or column, torch (2.13, on a CPU) takes values whose channels
-    come last in memory for ones whose channels come first, or the reverse, and gives other gradients."""
-    first, *others = given
-    return (first.contiguous(), *others) if torch.is_grad_enabled() and _could_be_taken_for(module, first) else None
+    """Of one picture by itself, and of pictures of one row or column, torch (2.13, on a CPU) takes values whose
+    channels come last in memory for ones whose channels come first, or the reverse, and gives other gradients."""
+    one, *others = given
+    return (one.contiguous(), *others) if torch.is_grad_enabled() and _could_be_taken_for(module, one) else None
 
 
 def _with_gradients_in_order(module: nn.Module, given: Any, made: Tensor) -> None:

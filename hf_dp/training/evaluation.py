@@ -13,7 +13,7 @@ from transformers import Seq2SeqTrainer, Trainer
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
-from hf_dp.per_example.checks.memory import buffers_put_back
+from hf_dp.per_example.checks.saved_buffers import buffers_put_back
 from hf_dp.training.base import TrainerBehind
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ class EvaluationMixin(TrainerBehind):
     Not where the trainer behind evaluates in a way of its own (TRL's, which lay out batches otherwise), where a loss
     for evaluation was given besides (`compute_loss_func`), or in a class that overrides `compute_loss`.
     """
+
+    _told_written: frozenset[str] = frozenset()
 
     if TYPE_CHECKING:
 
@@ -72,12 +74,13 @@ class EvaluationMixin(TrainerBehind):
         """As Trainer's; what rows of evaluation write into buffers that are saved with the model is put back."""
         with buffers_put_back(self.accelerator.unwrap_model(self.model)) as written:
             output = super().evaluation_loop(*args, **kwargs)
-        if written:
+        told, self._told_written = self._told_written, self._told_written | set(written)
+        if new := [name for name in written if name not in told]:
             ranks.warn(
                 logger,
                 "Evaluation changed the buffer %r, which is saved with the model; it was put back, since no noise is "
                 "added to what it remembers of these rows (register_buffer(..., persistent=False) is not saved).",
-                written[0],
+                new[0],
             )
         return output
 

@@ -14,13 +14,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.bits import bits_in_place, bits_of
-from hf_dp.per_example.checks.state import buffer_refused, configurations, is_saved
-from hf_dp.per_example.checks.values import copied, parts, same
+from hf_dp.per_example.checks.saved_buffers import Place, buffers_put_back, put_back_saved, saved_buffers
+from hf_dp.per_example.checks.state import buffer_refused, configurations
+from hf_dp.per_example.checks.values import parts
 from hf_dp.per_example.modules import named_modules
 from hf_dp.per_example.sharding import reshard
 from hf_dp.per_example.watched import flatten
 
-_Place = tuple[str, str]
 _Told = tuple[Tensor | None, int | None, Any]
 _Modules = Sequence[tuple[str, nn.Module]]
 # In modules of models that were refused, so that copies have it too: what had been written, by the last of its name,
@@ -96,10 +96,10 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     """
     # Of thousands of modules, which take long to walk through.
     modules = named_modules(model)
-    before, others, writes = _saved_buffers(modules), _others(modules), _writes(modules)
+    before, others, writes = saved_buffers(modules), _others(modules), _writes(modules)
 
-    def undone() -> tuple[list[_Place], list[str]]:
-        changed, modules = _put_back(model, before), named_modules(model)
+    def undone() -> tuple[list[Place], list[str]]:
+        changed, modules = put_back_saved(model, before), named_modules(model)
         if written := _differing(others, left := _others(modules)) + _differing(writes, _writes(modules)):
             _note_written(model, written, {**_checksums(model), **left})
         return changed, written
@@ -120,32 +120,6 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
             why="it is saved with the model, and no noise is added to what was computed of the data.",
             fix="begin again from the last checkpoint, in a model that is loaded anew, without what writes into it.",
         )
-
-
-@contextmanager
-def buffers_put_back(model: nn.Module) -> Iterator[list[str]]:
-    """Puts back what is written inside into buffers that are saved with the model: their names, once it has ended."""
-    before, written = _saved_buffers(named_modules(model)), list[str]()
-    try:
-        yield written
-    except BaseException:
-        with suppress(RuntimeError):  # see `unchanged_weights`
-            _put_back(model, before)
-        raise
-    written += [".".join(filter(None, place)) for place in _put_back(model, before)]
-
-
-def _put_back(model: nn.Module, before: Mapping[_Place, Tensor | None]) -> list[_Place]:
-    """Makes saved buffers what they were `before`; which were others."""
-    now = _saved_buffers(named_modules(model), as_is=True)
-    changed = [place for place in {**before, **now} if not same(before.get(place), now.get(place))]
-    for path, last in changed:
-        owner = model.get_submodule(path)
-        value, found = before.get((path, last)), owner._buffers.pop(last, None)
-        if (path, last) in before:
-            is_there = value is not None and found is not None and found.shape == value.shape
-            owner._buffers[last] = found.detach().copy_(value) if is_there else value  # type: ignore[union-attr,arg-type]
-    return changed
 
 
 @contextmanager
@@ -174,7 +148,7 @@ def buffers_told(model: nn.Module, known: Mapping[str, _Told]) -> dict[str, _Tol
     """Of each saved buffer the tensor, torch's count of writes, and a checksum: that of `known` where it is as it was.
     A write that changes nothing, such as DDP's, leaves the checksum as it is."""
     found: dict[str, _Told] = {}
-    for (path, last), buffer in _saved_buffers(named_modules(model), as_is=True).items():
+    for (path, last), buffer in saved_buffers(named_modules(model), as_is=True).items():
         name = f"{path}.{last}".lstrip(".")
         count = None if buffer is None or buffer.is_inference() else buffer._version
         mark = known.get(name)
@@ -206,15 +180,6 @@ def _known(name: str, told: Any) -> tuple[str, str]:
 
 def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name in {**before, **after} if before.get(name) != after.get(name)]
-
-
-def _saved_buffers(modules: _Modules, *, as_is: bool = False) -> dict[_Place, Tensor | None]:
-    return {
-        (path, last): buffer if as_is else copied(buffer)
-        for path, owner in modules
-        for last, buffer in owner._buffers.items()
-        if is_saved(owner, last)
-    }
 
 
 def _others(modules: _Modules) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hf_dp.errors import PreflightError, UnsupportedModelError
 from hf_dp.per_example.checks.values import HOOKS_NOTED, NOTHING, equal
 from hf_dp.per_example.modules import named_modules
 
-_Attributes = list[tuple[str, Any, dict[str, Any]]]
+Attributes = list[tuple[str, Any, dict[str, Any]]]
 _PLAIN = (str, bool, int, float, type(None), tuple, Tensor)
 # Of configurations these count as well: they are saved.
 _SAVED = (list, dict, set)
@@ -153,7 +153,7 @@ def put_back(model: nn.Module) -> Iterator[None]:
 
 
 def _left_behind(
-    model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: _Attributes, are_told: Told | None
+    model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: Attributes, are_told: Told | None
 ) -> UnsupportedModelError | None:
     changed, written, switched = _put_back(model, buffers, attributes)
     if changed:
@@ -204,15 +204,15 @@ def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (b, b.detach().clone()) for name, b in model.named_buffers(remove_duplicate=False)}
 
 
-def attributes_of(model: nn.Module) -> _Attributes:
+def attributes_of(model: nn.Module) -> Attributes:
     """For each module, and each configuration that one holds, its name and its plain attributes."""
     modules = named_modules(model)
-    return [(path, holder, _values(holder)) for path, holder in [*modules, *_configurations(modules)]]
+    return [(path, holder, values_of(holder)) for path, holder in [*modules, *_configurations(modules)]]
 
 
 def configurations(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, dict[str, Any]]]:
     """Of each configuration that one of the named modules holds, its name and what it holds."""
-    return [(path, _values(holder)) for path, holder in _configurations(modules) if not isinstance(holder, nn.Module)]
+    return [(path, values_of(holder)) for path, holder in _configurations(modules) if not isinstance(holder, nn.Module)]
 
 
 def _configurations(modules: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, Any]]:
@@ -237,7 +237,7 @@ def _is_own(kind: type, name: str) -> bool:
     return kind.__getattr__ is nn.Module.__getattr__ and not hasattr(kind, name)  # type: ignore[attr-defined]
 
 
-def _values(holder: Any) -> dict[str, Any]:
+def values_of(holder: Any) -> dict[str, Any]:
     """Its plain attributes; of a configuration lists and the like too, as they are now."""
     kinds = _PLAIN if isinstance(holder, nn.Module) else (*_PLAIN, *_SAVED)
     return {
@@ -253,7 +253,7 @@ def is_saved(owner: nn.Module, last: str) -> bool:
 
 
 def _put_back(
-    model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: _Attributes
+    model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: Attributes
 ) -> tuple[list[str], list[str], list[Switch]]:
     """Saved buffers that are not what they were before, what configurations hold that is not, and switches; now all
     are as before."""
@@ -285,7 +285,7 @@ def _put_back(
             elif not is_module:
                 written.append(f"{path}.{name}")
             setattr(holder, name, value)
-        for name, found in _values(holder).items():
+        for name, found in values_of(holder).items():
             if name not in before:
                 if isinstance(found, (str, bool)):
                     switched.append(Switch(path, name, NOTHING, found, not is_module))
