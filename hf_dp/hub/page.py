@@ -39,9 +39,11 @@ _MOVING_STYLE = re.compile(r"-[\d.]|[(\\/]")
 _MOVING_CLASS = re.compile(r"fixed|absolute|sticky|inset|overlay|translate|scale|(^|[\s:!])-")
 # What stands between these the hub makes a formula of, before it reads Markdown: whatever lies there, code too.
 _FORMULAS = (("$$", "$$"), (r"\\(", r"\\)"))
-# In formulas these show something elsewhere, or what they are is said elsewhere.
+# In formulas these show something elsewhere, or what they are is said elsewhere. No length begins behind a letter or a
+# figure that is of no command: GPT-2 in.
 _MOVING_FORMULA = re.compile(
-    r"\\(raisebox|rule|smash|\w*def|\w*let|\w*command|html\w+|includegraphics)|-\s*[\d.]+\s*(em|ex|px|pt|mu|cm|mm|in|bp|pc|dd|cc|nd|nc|sp)"
+    r"\\(raisebox|rule|smash|\w*def|\w*let|\w*command|html\w+|includegraphics)"
+    r"|(\\[A-Za-z]+|(?<![A-Za-z0-9]))-\s*[\d.]+\s*(em|ex|px|pt|mu|cm|mm|in|bp|pc|dd|cc|nd|nc|sp)"
 )
 
 
@@ -174,7 +176,11 @@ def _formula_over(body: str, section: str) -> str | None:
     for begin, end in _FORMULAS:
         if begin in before and end in behind:
             return f"a formula ({begin}) that begins before it could end behind it: have them on one side of it alone"
-    moving = _MOVING_FORMULA.search(body) if any(begin in body for begin, _ in _FORMULAS) else None
+    # Which of them end where others begin is not asked: from the first to the last all could be one.
+    within = [
+        body[body.find(begin) + len(begin) : max(0, body.rfind(end))] for begin, end in _FORMULAS if begin in body
+    ]
+    moving = next(filter(None, map(_MOVING_FORMULA.search, within)), None)
     return None if moving is None else f"a formula with {moving[0]} could lie over it"
 
 

@@ -54,6 +54,8 @@ AROUND: dict[str, tuple[str, str]] = {
     "formula that begins in another": ("$$$$ a $$\n\n", "\n\n$$"),
     "formula that begins in code": ("`$$` and $$\n\n", "\n\n$$"),
     "laid over it by a formula": ("$$\\raisebox{-40em}{\\colorbox{white}{\\rule{40em}{40em}}}$$\n\n", ""),
+    "laid over it by a command": ("$$ a \\kern-40em b $$\n\n", ""),
+    "laid over it between formulas": ("$$a$$ \\(\n\n{ -40 em}$$\n\n", ""),
     "laid over it by a formula behind": ("", "\n\n\\\\(a \\\\[-40em] \\text{Epsilon is 0.1.}\\\\)"),
 }
 
@@ -109,6 +111,8 @@ def test_a_section_in_the_metadata_is_none(copy: Path) -> None:
         "<!--- a note --->\n\n`<!-->` and <!-- two -- notes --> `<![CDATA[`\n\n",
         "a < b\n- [link](x)\n\n| a |\n| - |\n| b |\n\n",
         "$$ e = -m c^2 $$\n\nwith \\\\( m_{-1} > 0 \\\\), which costs $$\n\n",
+        "- 2 inputs\n\n$$ a $$\n\nmore than GPT-2 in 2018-2020 in\n\n$$ b $$\n\n- 3 excerpts\\rules\n\n",
+        "It lost -3 in all, which costs $$, and \\\\( has no end: -2 in\n\n",
     ],
 )
 def test_what_people_write_before_the_section_hides_nothing(copy: Path, text: str) -> None:
