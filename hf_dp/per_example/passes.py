@@ -141,6 +141,8 @@ class TwoPasses(PerExampleGradients):
                 self._back()
                 watch = self._watched(add_dropped, False, in_order)
                 self._run(watch)
+            if is_scattered and (missing := next(turns, None)) is not None:
+                raise _in_another_order(missing)
         differing = watch.bits.ne(self._bits)
         if self._grouping is not None:
             differing = self._grouping.summed(differing.long()).ne(0)

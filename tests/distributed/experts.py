@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_dp.ranks as ranks
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example import preflight, record
 from hf_dp.per_example.passes import record_in_two_passes
 from hf_dp.per_example.sharding import as_sums, like
@@ -70,3 +72,22 @@ def summed(of_rank: list[list[int]], in_shards: bool, passes: int = 1) -> dict[s
             whole = whole.full_tensor() if in_shards else whole
             total[name] = total.get(name, 0) + whole.cpu()
     return total
+
+
+def refused_of_a_forgetful_model() -> str:
+    """What is refused where each second pass gives the embedding, whose gradient comes last, no gradient."""
+    model, passes = Sorting().double().to(device()), itertools.count(1)
+    fully_shard(model, mesh=init_device_mesh(device().type, (ranks.world_size(),)))
+    batch = {name: value.to(device()) for name, value in batch_of([0, 1], 1).items()}
+    certificate = preflight(model, losses, batch)
+
+    def forgetting(module: nn.Module, given: Any, rows: Tensor) -> Tensor:
+        return rows.detach() if next(passes) % 2 == 0 else rows
+
+    model.embedding.register_forward_hook(forgetting)
+    found = record_in_two_passes(model, losses, batch, certificate=certificate)
+    try:
+        found.add_weighted_sum_(as_sums(found.zeros(), found.parameters), COEFFICIENTS.to(device()))
+    except UnsupportedModelError as error:
+        return str(error)
+    return "nothing"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_dp.accounting import truncated
-from tests.distributed.experts import summed
+from tests.distributed.experts import refused_of_a_forgetful_model, summed
 from tests.distributed.gang import Gang
 from tests.distributed.sending import sent_in_one_step
 from tests.distributed.sharded import stepped
@@ -202,3 +202,8 @@ def test_failure_149_ranks_whose_examples_come_to_other_experts(
     alone = pair.alone(summed, of_rank, False)
     for found in pair.run(summed, of_rank, True, passes):
         assert farthest(found, alone) < 1e-12
+
+
+def test_a_gradient_that_does_not_come_again_is_no_wait_of_the_others(pair: Gang) -> None:
+    for refused in pair.run(refused_of_a_forgetful_model):
+        assert "the gradient of embedding.weight came at another time" in refused
