@@ -62,10 +62,10 @@ def check_order(dataset: Any, collate: LogicalBatchCollator | Prepared) -> None:
     )
 
 
-def left_as_it_was(dataset: Any) -> AbstractContextManager[None]:
-    """What is read inside leaves nothing in a dataset, so that `check_order` can still see what it numbers. Of one that
-    has loaded nothing yet, for a single row: what that leaves in what is loaded stays."""
-    return _put_back(_of_dataset(dataset))
+def left_as_it_was(dataset: Any, collate: LogicalBatchCollator | None = None) -> AbstractContextManager[None]:
+    """What is read inside leaves nothing in a dataset, nor in a collator, so that `check_order` can still see what they
+    number. Of one that has loaded nothing yet, for a single row: what that leaves in what is loaded stays."""
+    return _put_back([*_of_dataset(dataset), *(() if collate is None else _of_function(collate.given))])
 
 
 @contextmanager

@@ -123,9 +123,10 @@ class Engine:
         found = record(self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
         return found if owners is None else found.grouped(*owners)
 
-    def losses(self, rows: list[Any]) -> Tensor:
-        """(B,): those of rows, as the checks collate them."""
-        return self._loss(self.model, self._batch(rows))
+    def looks(self) -> tuple[Memory, Callable[[list[Any]], Tensor]]:
+        """What sees, and puts back, what passes leave; and what gives the losses (B,) of rows, collated for checks."""
+        memory = Memory(self.model, lambda few: self._loss(self.model, few), self._loss, self._switches, self.by_rows)
+        return memory, lambda rows: self._loss(self.model, self._batch(rows))
 
     def to_sum(self, micro_batch: MicroBatch) -> PerExampleGradients:
         """The same, for a sum alone: what is clipped by groups is made when it is summed.
@@ -230,8 +231,7 @@ class Engine:
         of_short, of_whole = (NotingDraws(self.model, self._loss) for _ in range(2))
         self.model.train()
         check_quantised(beside(self.model, self._loss))
-        self._memory, self._moved = None, []
-        memory = Memory(self.model, lambda few: self._loss(self.model, few), self._loss, self._switches, self.by_rows)
+        self._memory, self._moved, (memory, _) = None, [], self.looks()
         with memory.restored(), uncompiled(), unchanged_global_state():
             check_order(dataset.dataset, self._collate)  # before a row is read
             warn_of_rows_of_others(dataset.dataset, None if self.loader.draws_units else self._collate.collated)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import hf_dp.ranks as ranks
 from hf_dp.data.failing_rows import failures_refused
+from hf_dp.data.first_seen import left_as_it_was
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.checks.state import put_back, uncompiled
 from hf_dp.per_example.sharding import is_sharded, reshard
@@ -41,8 +44,13 @@ def check_together(engine: Engine) -> None:
 def _refuse_other_losses(engine: Engine) -> None:
     key = ranks.secret_from_first(secrets.token_bytes(32))
     engine.model.train()
+    dataset: Any = engine.loader.dataset
+    collate: Any = engine.loader.collate_fn
+    memory, losses = engine.looks()
     with uncompiled(), unchanged_global_state(), put_back(engine.model), torch.no_grad():
-        looks = [_losses(engine, key) for _ in range(2)]
+        # As if no row had been seen: what keeps something of its first ones, the check would not see it begin.
+        with memory.restored(), left_as_it_was(dataset.dataset, collate):
+            looks = [_losses(engine.model, dataset, losses, key) for _ in range(2)]
         reshard(engine.model)
     pairs = zip(*looks, strict=True)
     table = ranks.gathered([one if math.isclose(one, other, rel_tol=_SAME) else math.nan for one, other in pairs])
@@ -56,18 +64,17 @@ def _refuse_other_losses(engine: Engine) -> None:
         )
 
 
-def _losses(engine: Engine, key: bytes) -> list[float]:
+def _losses(model: nn.Module, dataset: Any, losses: Callable[[list[Any]], Tensor], key: bytes) -> list[float]:
     """Of rows from all over the data, each by itself; NaN where one fails, of which the check says more."""
-    dataset: Any = engine.loader.dataset
     last, found = len(dataset) - 1, list[float]()
     for number, index in enumerate(sorted({i * last // (_ROWS - 1) for i in range(_ROWS)})):
         key_global_state(key, number)
         try:
             with failures_refused():
-                found.append(float(engine.losses([dataset[index]]).sum()))
+                found.append(float(losses([dataset[index]]).sum()))
         except Exception:
             # FSDP2 begins no other forward pass before this one has ended.
-            if is_sharded(engine.model):
+            if is_sharded(model):
                 raise
             found.append(math.nan)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import time
@@ -22,15 +23,17 @@ from transformers import TrainerCallback
 import hf_dp.randomness as randomness
 import hf_dp.ranks as ranks
 import hf_dp.training.described as described
-from hf_dp import PrivacyConfig
+import tests.distributed.tasks as tasks
+from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.accounting import Ledger
 from hf_dp.errors import HfDpError
+from hf_dp.losses import per_example_losses
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.plan import Plan
 from hf_dp.step.private_gradient import private_gradient
 from tests.distributed.tasks import SHARDS, STEPS, device, fsdp2_on_cpu, promise, trainer
-from tests.training.workbench import Rows, pad_for_language, rows
+from tests.training.workbench import Rows, make, pad_for_language, rows
 from tests.zoo import with_dropout
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -100,6 +103,46 @@ def refused_by(path: str, what: str, shards: bool = False) -> str:
         except HfDpError as error:
             assert run.ledger.steps == 0
             return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Scaled(DPTrainer):
+    """Divides all losses by that of the first batch."""
+
+    scale: Any = None
+
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        losses = per_example_losses(model, inputs)
+        self.scale = losses.detach().mean() if self.scale is None else self.scale
+        return losses / self.scale
+
+
+class Numbering:
+    """A collator that gives tokens numbers as they come."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+
+    def __call__(self, examples: Rows) -> dict[str, Tensor]:
+        batch = pad_for_language(examples)
+        for name in ("input_ids", "labels"):
+            for token in batch["input_ids"].unique().tolist():
+                self.numbers.setdefault(token, len(self.numbers))
+            batch[name] = batch[name].apply_(lambda token: self.numbers.get(token, token))
+        return batch
+
+
+def refused_of_first_rows(path: str, what: str) -> str:
+    """What a run is refused that keeps something of the first rows that it sees."""
+    kind = Scaled if what == "losses" else DPTrainer
+    with mock.patch.object(tasks, "make", functools.partial(make, kind=kind)):
+        run = trainer(path, "tied gpt2", ranks.world_size())
+        if what == "collator":
+            run.data_collator = Numbering()
+        try:
+            run.train()
+        except HfDpError as error:
+            return str(error)
     return "no error"
 
 

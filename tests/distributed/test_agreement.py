@@ -13,6 +13,7 @@ from tests.distributed.differing import (
     faster_alone,
     generators_in_checkpoint,
     refused_by,
+    refused_of_first_rows,
     secrets_in_files,
     stopped_alone,
     told,
@@ -62,6 +63,18 @@ def test_other_weights_are_replaced_under_ddp_and_refused_under_fsdp(tmp_path: P
 def test_a_rank_with_another_collator(tmp_path: Path, pair: Gang, shards: bool) -> None:
     for found in pair.run(refused_by, str(tmp_path), "another collator", shards):
         assert "rank 1 has not the same losses as rank 0, of the same rows of train_dataset" in found
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("losses", "Scaled.scale keeps something"), ("collator", "Numbering makes")]
+)
+@pytest.mark.slow
+def test_what_is_kept_of_first_rows_is_seen_as_on_one_rank(tmp_path: Path, pair: Gang, what: str, said: str) -> None:
+    for found in [
+        refused_of_first_rows(str(tmp_path / "one"), what),
+        *pair.run(refused_of_first_rows, str(tmp_path), what),
+    ]:
+        assert said in found
 
 
 @pytest.mark.slow
