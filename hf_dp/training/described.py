@@ -18,6 +18,7 @@ import hf_dp.ranks as ranks
 from hf_dp import __version__
 from hf_dp.data.fingerprint import fingerprint
 from hf_dp.per_example.checks.memory import told_of
+from hf_dp.per_example.checks.saved_buffers import saved_buffers
 from hf_dp.per_example.ieee import precisions
 from hf_dp.per_example.modules import named_modules
 from hf_dp.step.written import plain_optimizer
@@ -28,7 +29,7 @@ _OWN = {"local_rank", "output_dir", "logging_dir", "run_name", "hub_token", "pus
 # Of a configuration: where it was loaded from, what saved it, and what changes no gradient or is noted by a pass.
 _OF_NO_OPERATION = {
     *("_name_or_path", "name_or_path", "base_model_name_or_path", "revision", "transformers_version", "peft_version"),
-    *("architectures", "use_cache", "problem_type", "inference_mode"),
+    *("architectures", "use_cache", "problem_type", "inference_mode", "auto_map", "auto_mapping"),
 }
 # What computes the draws, the gradients and the epsilon.
 _LIBRARIES = ("accelerate", "dp-accounting", "numpy", "peft", "torch", "transformers")
@@ -121,6 +122,8 @@ def _settings(module: nn.Module) -> Any:
 
 
 def _without_places(settings: Any) -> Any:
+    if isinstance(settings, list):
+        return [_without_places(one) for one in settings]
     if not isinstance(settings, Mapping):
         return settings
     return {name: _without_places(value) for name, value in settings.items() if name not in _OF_NO_OPERATION}
@@ -130,15 +133,18 @@ def described_values(model: nn.Module) -> dict[str, Any]:
     """A checksum of what every rank holds whole; the same on every device."""
     if ranks.world_size() == 1:
         return {}
-    wholes, buffers = ([v.detach() for v in values] for values in (model.parameters(), model.buffers()))
+    wholes = [p.detach() for p in model.parameters() if not isinstance(p, DTensor)]
+    # Others each rank has computed by itself.
+    buffers = saved_buffers(named_modules(model), as_is=True).values()
+    kept = [b.detach() for b in buffers if b is not None and not isinstance(b, DTensor)]
     return {
-        "the model's weights": [checksum(p) for p in wholes if not isinstance(p, DTensor)],
-        "the model's buffers": [told_of(_rounded(b)) for b in buffers if not isinstance(b, DTensor)],
+        "the model's weights": [checksum(p) for p in wholes],
+        "the model's buffers": [told_of(_rounded(b)) for b in kept],
     }
 
 
 def _rounded(values: Tensor) -> Tensor:
-    # What each rank has computed by itself (rotary frequencies, say), others' hardware may round otherwise.
+    # What a rank has computed by itself all the same, others' hardware may round otherwise.
     is_plain = values.is_floating_point() and values.layout is torch.strided
     return values.to(torch.bfloat16) if is_plain else values
 

@@ -243,7 +243,7 @@ class Engine:
                 warn_of_several(together, are_even=not extremes.uneven)
                 # Where columns tell of ids, labels and lengths, what is no narrower and no wider shows no more.
                 tried = rows_beyond(few, extreme := [dataset[i] for i in extremes.rows], self._collator.widths)
-                refuse_rows_that_fail(dataset, extremes.rows, tried, lambda row: of_whole(self._batch([row])))
+                refuse_rows_that_fail(dataset, extremes.rows, tried, memory.apart(lambda r: of_whole(self._batch([r]))))
                 check_dataset(dataset.dataset)
                 with self._padding.put_aside():
                     check_collator(self._collate, few, [*extreme, *(rare := rare_rows(dataset))])

@@ -132,11 +132,13 @@ class Numbering:
         return batch
 
 
-def refused_of_first_rows(path: str, what: str) -> str:
+def refused_of_first_rows(path: str, what: str, shards: bool = False) -> str:
     """What a run is refused that keeps something of the first rows that it sees."""
     kind = Scaled if what == "losses" else DPTrainer
-    with mock.patch.object(tasks, "make", functools.partial(make, kind=kind)):
-        run = trainer(path, "tied gpt2", ranks.world_size())
+    kept = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}} if shards else {}
+    patched = mock.patch.object(tasks, "make", functools.partial(make, kind=kind))
+    with patched, fsdp2_on_cpu() if shards else nullcontext():
+        run = trainer(path, "tied gpt2", ranks.world_size(), **kept)
         if what == "collator":
             run.data_collator = Numbering()
         try:

@@ -73,6 +73,7 @@ def test_what_is_kept_of_first_rows_is_seen_as_on_one_rank(tmp_path: Path, pair:
     for found in [
         refused_of_first_rows(str(tmp_path / "one"), what),
         *pair.run(refused_of_first_rows, str(tmp_path), what),
+        *pair.run(refused_of_first_rows, str(tmp_path / "shards"), what, True),
     ]:
         assert said in found
 
