@@ -122,10 +122,9 @@ def _together(known: Mapping[int, Factors], size: int) -> Factors:
         left = _side({example: one.left for example, one in outers.items()}, size)
         right = _side({example: one.right for example, one in outers.items()}, size)
         return Outer(left, right, first.scale)
-    whole = {e: _instantiated(one) for e, one in known.items()}
-    values = _rows({e: one.values for e, one in whole.items()}, size)
-    lengths = {e: Lengths(magnitude_of(one)[:, None]) for e, one in known.items()}
-    return PerExample(values, lengths=Lengths(_rows({e: one.left for e, one in lengths.items()}, size)))
+    values = _rows({e: _instantiated(one).values for e, one in known.items()}, size)
+    magnitudes = _rows({e: magnitude_of(one)[:, None] for e, one in known.items()}, size)
+    return PerExample(values, lengths=Lengths(magnitudes))
 
 
 def _instantiated(factors: Factors) -> PerExample:
