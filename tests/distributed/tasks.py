@@ -27,7 +27,7 @@ from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Tables, record
 from hf_dp.per_example.taken import TakenWatch
-from hf_dp.training import engine
+from hf_dp.training import checks
 from tests.distributed.gang import ON_GPU
 from tests.training.workbench import ROWS, Rows, make, pad, pad_for_language, rows
 from tests.zoo import ADAPTERS, adapted, tiny, with_dropout
@@ -163,7 +163,7 @@ def trained(path: str, name: str, world: int, privacy: dict[str, Any] | None = N
 
 def differing_on_the_last(path: str, in_shards: bool) -> dict[str, Any]:
     """What two processes refuse where the last has other gradients in the second pass of a step."""
-    usual_check, usual_keep = engine.check_two_passes, TakenWatch._keep
+    usual_check, usual_keep = checks.check_two_passes, TakenWatch._keep
 
     def keep(watch: Any, name: str, factors: Any) -> None:
         usual_keep(watch, name, factors.scaled(1 + 1e-6) if watch.take.__name__ == "add_dropped" else factors)
@@ -174,7 +174,7 @@ def differing_on_the_last(path: str, in_shards: bool) -> dict[str, Any]:
             TakenWatch._keep = keep  # type: ignore[method-assign]
 
     shards = {"fsdp": True, "fsdp_config": {"version": 2, **SHARDS}} if in_shards else {}
-    with mock.patch.object(engine, "check_two_passes", check), fsdp2_on_cpu() if in_shards else nullcontext():
+    with mock.patch.object(checks, "check_two_passes", check), fsdp2_on_cpu() if in_shards else nullcontext():
         run = trainer(path, "llama", 2, {"passes": 2}, **shards)
         try:
             run.train()

@@ -62,7 +62,7 @@ def test_what_is_begun_goes_through_with_every_row(given: list[dict[str, Any]], 
         return
     engine = run._run.engine
     for row in range(len(data)):
-        loss(model, engine._batch(engine.loader.dataset.__getitems__([row])))  # type: ignore[attr-defined]
+        loss(model, engine._rows.batch(engine.loader.dataset.__getitems__([row])))  # type: ignore[attr-defined]
     for batch in run.batches():
         run.step(batch)
         optimizer.step()

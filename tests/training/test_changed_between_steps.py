@@ -168,12 +168,12 @@ def test_after_a_refusal_in_the_middle_steps_are_asked_what_they_were_asked(tmp_
     trainer = make(tmp_path, max_steps=1)
     trainer.train()
     engine = trainer._run.engine
-    memory = engine._memory
+    memory = engine._checks.memory
     handle = trainer.model.pre_classifier.register_forward_hook(centred)
     with pytest.raises(PreflightError):
         next(engine.micro_batches({"micro_batches": []}), None)
     assert memory is not None
-    assert engine._memory is memory
+    assert engine._checks.memory is memory
     handle.remove()
     assert next(engine.micro_batches({"micro_batches": []}), None) is None
 

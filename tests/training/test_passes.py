@@ -12,7 +12,7 @@ from torch import nn
 from hf_dp import PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.per_example import passes
-from hf_dp.training import engine
+from hf_dp.training import checks, engine
 from tests.training.workbench import classifier, distance, make, pad_for_language, parameters, private, rows
 from tests.zoo import adapted, tiny, with_dropout
 
@@ -115,13 +115,13 @@ def test_where_the_second_pass_is_another_nothing_is_released(
     if when == "in the check":
         sabotage(monkeypatch)
     else:
-        usual = engine.check_two_passes
+        usual = checks.check_two_passes
 
         def check(*given: Any, **more: Any) -> None:
             usual(*given, **more)
             sabotage(monkeypatch)
 
-        monkeypatch.setattr(engine, "check_two_passes", check)
+        monkeypatch.setattr(checks, "check_two_passes", check)
     with pytest.raises(UnsupportedModelError, match="examples whose gradients were others when"):
         trainer.train()
     assert trainer.ledger.steps == 0

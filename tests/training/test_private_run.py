@@ -172,7 +172,7 @@ def test_a_beginning_that_was_refused_can_be_made_good(monkeypatch: pytest.Monke
     run = a_run(model, steps=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with monkeypatch.context() as patch:
-        patch.setattr("hf_dp.training.engine.check_padding", refuse)
+        patch.setattr("hf_dp.training.checks.check_padding", refuse)
         with pytest.raises(ConfigurationError, match="padding"):
             run.begin(optimizer)
     assert not run.ledger.entries

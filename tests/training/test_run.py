@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-import hf_dp.training.engine as engine_module
+import hf_dp.training.checks as checks_module
 from hf_dp import DPTrainer, PrivacyConfig, ReAttentionConfig, SparseEmbeddingConfig
 from hf_dp.data.left_padding import LeftPadding
 from hf_dp.errors import ConfigurationError
@@ -109,7 +109,7 @@ def test_no_step_of_a_training_whose_beginning_was_refused(monkeypatch: pytest.M
         raise ConfigurationError("padding", why="a test", fix="none")
 
     run = own_run(classifier(), private())
-    monkeypatch.setattr(engine_module, "check_padding", refuse)
+    monkeypatch.setattr(checks_module, "check_padding", refuse)
     with pytest.raises(ConfigurationError, match="padding"):
         begin(run)
     with pytest.raises(ConfigurationError, match="has not begun"):
