@@ -1,6 +1,6 @@
 """Losses (B,) in which no denominator is shared between examples."""
 
-from hf_dp.losses.kinds import is_causal, loss_kind
+from hf_dp.losses.kinds import loss_kind
 from hf_dp.losses.own import check_own_loss, known_loss_check
 from hf_dp.losses.per_example import per_example_losses
 from hf_dp.losses.preferences import PREFERENCE_LOSSES, Preferences, Shape, log_probabilities
@@ -10,7 +10,6 @@ __all__ = [
     "Preferences",
     "Shape",
     "check_own_loss",
-    "is_causal",
     "known_loss_check",
     "log_probabilities",
     "loss_kind",

@@ -100,14 +100,6 @@ def _all(classes: str | Sequence[str]) -> Sequence[str]:
     return (classes,) if isinstance(classes, str) else classes
 
 
-def is_causal(model: nn.Module) -> bool:
-    """Whether `model` is trained to predict each token from those before it, by a loss that is known."""
-    try:
-        return loss_kind(model) == SHIFTED
-    except UnsupportedModelError:
-        return False
-
-
 def has_decoder(model: nn.Module) -> bool:
     """Whether a decoder reads what an encoder made."""
     return bool(getattr(getattr(base_model(model), "config", None), "is_encoder_decoder", False))
