@@ -17,7 +17,7 @@ from hf_dp.training.runs import RunsMixin
 # Of what Trainer logs; what a private run adds says itself what of it is released.
 WITHHELD = {"loss", "train_loss", "num_input_tokens_seen", "total_flos"}
 # Withheld too, and in no checkpoint: how long the drawn rows took, and how much memory. Not those of an evaluation.
-_MEASURED = re.compile(r"train_(runtime|\w+_per_second|mem_\w+)|init_mem_\w+")
+_MEASURED = re.compile(r"train_(runtime|\w+_per_second|mem_\w+)|(before_)?init_mem_\w+")
 
 
 class LogsMixin(RunsMixin):
@@ -41,7 +41,8 @@ class LogsMixin(RunsMixin):
             for name in [name for name in logs if name in WITHHELD or _MEASURED.fullmatch(name)]:
                 del logs[name]
         self._behind.forget_batch_metrics()
-        super().log(logs, start_time)
+        # Where tokens are counted, Trainer adds the time since then to each entry.
+        super().log(logs, None if withheld else start_time)
 
     def spent(self) -> str:
         """Epsilon so far, of what budget, and after which step, for a progress bar."""

@@ -145,10 +145,18 @@ def test_withheld_logs_leave_no_function_of_the_data_behind(tmp_path: Path) -> N
 @pytest.mark.parametrize("withheld", [False, True])
 def test_time_and_memory_are_withheld_with_what_else_follows_from_rows(tmp_path: Path, withheld: bool) -> None:
     privacy = private(withhold_non_private_logs=withheld)
-    trainer = make(tmp_path, privacy=privacy, max_steps=1, skip_memory_metrics=False)
+    trainer = make(
+        tmp_path, privacy=privacy, max_steps=1, skip_memory_metrics=False, logging_steps=1,
+        include_num_input_tokens_seen="all",
+    )  # fmt: skip
     metrics = trainer.train().metrics
+    of_steps = {
+        name for entry in trainer.state.log_history if "loss" in entry or "grad_norm" in entry for name in entry
+    }
     trainer.log({"eval_runtime": 1.0})  # of other rows, of which nothing is promised
     told = {name for entry in (metrics, *trainer.state.log_history) for name in entry}
     measured = {"train_runtime", "train_samples_per_second", "train_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta"}
+    measured |= {"init_mem_cpu_alloc_delta", "before_init_mem_cpu"}
+    assert of_steps & {"train_runtime"} == (set() if withheld else {"train_runtime"})
     assert (told & measured == set()) if withheld else (told >= measured)
     assert {"eval_runtime", "epsilon"} <= told
