@@ -28,7 +28,7 @@ from hf_dp.training.refusals import (
     refuse_told_of_training_data,
 )
 from hf_dp.training.refusals.arguments import refuse_changed_steps
-from hf_dp.training.refusals.overrides import Preparing
+from hf_dp.training.refusals.overrides import Preparing, refuse_methods_of_its_own
 
 logger = logging.getLogger(__name__)
 _KNOWN = ("hf_dp.", "transformers.", "trl.")
@@ -79,6 +79,7 @@ class DataMixin(TrainerBehind):
 
     def _planned(self) -> tuple[Plan, PoissonDataLoader]:
         """Of the next training, whose number of steps Trainer reads off the loader."""
+        refuse_methods_of_its_own(self)
         refuse_changed_arguments(self.args, self.privacy)
         refuse_choices_by_training_data(self)
         refuse_told_of_training_data(self)

@@ -30,6 +30,7 @@ from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.sampling.table import sampler_of
+from hf_dp.training.run import Run
 from tests.sampling.contract import (
     REJECTED,
     Draws,
@@ -256,17 +257,17 @@ def test_promise_and_report_without_a_cap_do_not_name_it() -> None:
 )
 @pytest.mark.slow
 def test_a_training_keeps_its_budget_and_its_cap(
-    tmp_path: Path, model: Callable[[], nn.Module], settings: dict[str, Any]
+    tmp_path: Path, model: Callable[[], nn.Module], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     privacy = PrivacyConfig(target_epsilon=3.0, max_batch_size=9, **settings)
     trainer = make(tmp_path, model(), privacy, max_steps=12)
-    seen, take = [], trainer.training_step
+    seen, take = [], Run.step
 
-    def step(model: nn.Module, inputs: dict[str, Any], *rest: Any) -> Any:
-        seen.append([len(micro["input_ids"]) for micro in inputs["micro_batches"]])
-        return take(model, inputs, *rest)
+    def step(run: Run, item: dict[str, Any]) -> Any:
+        seen.append([len(micro["input_ids"]) for micro in item["micro_batches"]])
+        return take(run, item)
 
-    trainer.training_step = step
+    monkeypatch.setattr(Run, "step", step)
     trainer.train()
     report = trainer.privacy_report()
     assert report.private

@@ -265,6 +265,39 @@ def test_failure_129_what_prepares_batches_is_not_exchanged_between_steps(
     assert callback.trainer.ledger.steps == 2
 
 
+def mixing_items(trainer: Any) -> Callable[..., Any]:
+    """What the class of a trainer may not do, as a method of the object."""
+
+    def take(items: Any, number: int, device: Any) -> Any:
+        (item, *_), _ = type(trainer).get_batch_samples(trainer, items, number, device)
+        return [{**item, "micro_batches": [mixed(batch) for batch in item["micro_batches"]]}], None
+
+    return take
+
+
+def mixing_step(trainer: Any) -> Callable[..., Any]:
+    def step(model: Any, item: Any, number: Any = None) -> Any:
+        item = {**item, "micro_batches": [mixed(batch) for batch in item["micro_batches"]]}
+        return type(trainer).training_step(trainer, model, item, number)
+
+    return step
+
+
+@pytest.mark.parametrize("in_training", [False, True])
+@pytest.mark.parametrize(("name", "other"), [("get_batch_samples", mixing_items), ("training_step", mixing_step)])
+def test_methods_of_a_step_are_not_put_on_the_trainer_itself(
+    tmp_path: Path, name: str, other: Callable[[Any], Any], in_training: bool
+) -> None:
+    """Its class is refused with them, and so is an object that has them in its place."""
+    callback = Tells(lambda trainer, given: setattr(trainer, name, other(trainer)))
+    callback.trainer = make(tmp_path, parts={"callbacks": [callback]} if in_training else None)
+    if not in_training:
+        setattr(callback.trainer, name, other(callback.trainer))
+    with pytest.raises(ConfigurationError, match=f"a {name} of its own"):
+        callback.trainer.train()
+    assert callback.trainer.ledger.steps == 2 * in_training
+
+
 @pytest.mark.checked_anew
 def test_a_loss_that_a_class_gets_between_steps_is_checked(tmp_path: Path) -> None:
     def change(trainer: Any, given: Any) -> None:

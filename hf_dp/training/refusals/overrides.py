@@ -8,6 +8,11 @@ from hf_dp.errors import ConfigurationError
 from hf_dp.training.behind.table import has_known_loss
 
 _PREPARING = "_prepare_inputs", "_prepare_input"
+_OF_A_STEP = "training_step", "get_train_dataloader", "get_batch_samples"
+_INSTEAD = (
+    "it would run instead of the private one: what is drawn, clipped, noised and counted, and whether rows are mixed, "
+    "would be its affair, and nobody's to check."
+)
 
 
 class Preparing:
@@ -18,6 +23,7 @@ class Preparing:
 
     def refuse_another(self, trainer: Any, loader: Any) -> None:
         """Refuses a step whose batches are made by something else (`ConfigurationError`)."""
+        refuse_methods_of_its_own(trainer)
         now = _preparing(trainer, loader)
         for name in (name for name, found in self._by.items() if found != now[name]):
             raise ConfigurationError(
@@ -34,19 +40,29 @@ def _preparing(trainer: Any, loader: Any) -> dict[str, list[Any]]:
     return {**found, "collator": [loader.collate_fn]}
 
 
+def refuse_methods_of_its_own(trainer: Any) -> None:
+    """Refuses a trainer that has such a method itself, where its class has ours (`ConfigurationError`)."""
+    if (name := next((name for name in _OF_A_STEP if name in vars(trainer)), None)) is not None:
+        raise ConfigurationError(
+            f"a trainer with a {name} of its own, put on the object.",
+            why=_INSTEAD,
+            fix="leave it as it is: what is to be done to batches goes into the data collator or _prepare_inputs, a "
+            "loss into compute_per_example_loss, and what only looks on into a callback.",
+        )
+
+
 def refuse_overrides(trainer: Any, mixin: type, base: type) -> None:
     """Refuses a Trainer whose own methods would bypass the private step, or whose loss or generation would be ignored.
 
     Raises:
         ConfigurationError: with the method and the class that defines it.
     """
-    for method in ("training_step", "get_train_dataloader", "get_batch_samples"):
+    for method in _OF_A_STEP:
         owner = _owner(trainer, method)
         if owner is not mixin and not issubclass(mixin, owner):
             raise ConfigurationError(
                 f"{owner.__name__}.{method} comes before DPTrainerMixin's.",
-                why="it would run instead of the private one: what is drawn, clipped, noised and counted, and whether "
-                "rows are mixed, would be its affair, and nobody's to check.",
+                why=_INSTEAD,
                 fix="do not override it: what is to be done to batches goes into the data collator or _prepare_inputs, "
                 "and a loss into compute_per_example_loss. Where a trainer behind the mixin has it, put DPTrainerMixin "
                 "first: class MyTrainer(DPTrainerMixin, MyBaseTrainer).",
