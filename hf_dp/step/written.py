@@ -17,6 +17,7 @@ from hf_dp.per_example.checks.memory import buffers_told, write_of
 from hf_dp.per_example.modules import named_parameters, parameters_of
 from hf_dp.per_example.sharding import local, total_norm
 from hf_dp.per_example.watched import flatten
+from hf_dp.step.alone import Alone, refuse_others
 from hf_dp.step.remembered import Remembered, refuse_loading
 
 Mark = tuple[Tensor, int, int, int]
@@ -50,16 +51,17 @@ class WrittenGradients:
     Args:
         optimizer: as accelerate wrapped it, or plain.
         around: what is told of it.
+        model: that no other may move meanwhile; None where that is looked at elsewhere.
 
     Raises:
         ConfigurationError: an optimizer that calls no hooks before its step.
     """
 
-    def __init__(self, optimizer: Any, around: Around | None = None) -> None:
+    def __init__(self, optimizer: Any, around: Around | None = None, model: nn.Module | None = None) -> None:
         self._around = around
         self._optimizer: torch.optim.Optimizer = plain_optimizer(optimizer)
         self._marks: dict[int, Mark] = {}
-        self._taken, self._depth = False, 0
+        self._taken = False
         self._handles: list[Any] = []
         calls_hooks = getattr(type(self._optimizer).step, "hooked", False)
         if not calls_hooks or not hasattr(self._optimizer, "_optimizer_step_pre_hooks"):
@@ -70,13 +72,14 @@ class WrittenGradients:
             )
         _refuse_hooks_within(self._optimizer)
         _HELD.add(self._optimizer)
+        self._alone = Alone(self._optimizer, model)
         self._remembered = Remembered(self._optimizer)
         self._listen()
 
     def note(self, model: nn.Module) -> None:
         """Remembers the gradients of all parameters, which were just written."""
         self._marks = {id(p): _mark(p.grad) for p in parameters_of(model) if p.grad is not None}
-        self._taken, self._depth = False, 0
+        self._taken, self._alone.depth = False, 0
         # Again, so that hooks that were added since come first.
         self._listen()
 
@@ -102,6 +105,7 @@ class WrittenGradients:
     def forget(self) -> None:
         """Lets the optimizer take any gradient again."""
         self._marks = {}
+        self._alone.forget()
         _HELD.discard(self._optimizer)
         for handle in self._handles:
             handle.remove()
@@ -116,7 +120,7 @@ class WrittenGradients:
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Torch calls the hooks again in super().step() of a subclass, which may have clipped by then.
-        if not self._depth:
+        if not self._alone.depth:
             try:
                 self._compare(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None))
                 self._remembered.refuse_other()
@@ -125,14 +129,14 @@ class WrittenGradients:
                 raise
             if self._around is not None and self._marks:
                 self._around.before()
-        self._depth += 1
+        self._alone.depth += 1
 
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
-        if not self._depth:
+        self._alone.depth -= 1
+        if not self._alone.depth:
             self._remembered.note()
         # Once for each private step: whoever looks at it calls `refuse_untaken`.
-        if self._around is not None and not self._depth and self._taken and self._marks:
+        if self._around is not None and not self._alone.depth and self._taken and self._marks:
             self._around.after()
 
     def _drop(self, optimizer: torch.optim.Optimizer) -> None:
@@ -243,6 +247,7 @@ def _count_writes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
 
     But for those of private trainings that are at work.
     """
+    refuse_others(optimizer)
     if optimizer in _HELD:
         return
     written = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

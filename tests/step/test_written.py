@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from hf_dp import SparseEmbeddingConfig
 from hf_dp.errors import ConfigurationError, HfDpError, UnsupportedModelError
+from tests.training.own_loops import a_run
 from tests.training.workbench import (
     Clicks,
     Recommender,
@@ -154,12 +155,17 @@ def test_failure_12_a_hook_that_was_added_before_the_step_comes_before_the_compa
         make(tmp_path, parts={"callbacks": [Acts("on_step_begin", hooked_late)]}).train()
 
 
-def test_failure_12_an_optimizer_that_is_exchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_of_the_model", "words"),
+    [(True, "SGD.step.* on weights of a private training that is at work"), (False, "were not taken by SGD")],
+)
+def test_failure_12_an_optimizer_that_is_exchanged(tmp_path: Path, is_of_the_model: bool, words: str) -> None:
     def exchange(model: Any, optimizer: Any) -> None:
-        trainer.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        taken = model.parameters() if is_of_the_model else [nn.Parameter(torch.zeros(2))]
+        trainer.optimizer = torch.optim.SGD(taken, lr=0.1)
 
     trainer = make(tmp_path, parts={"callbacks": [Acts("on_pre_optimizer_step", exchange)]})
-    with pytest.raises(HfDpError, match="were not taken by SGD"):
+    with pytest.raises(HfDpError, match=words):
         trainer.train()
 
 
@@ -222,7 +228,7 @@ def test_an_optimizer_without_hooks_is_refused_before_anything_is_spent(tmp_path
     assert arguments(tmp_path).max_steps == trainer.args.max_steps
 
 
-def test_failure_72_what_a_fused_optimizer_writes_in_a_pass_is_seen_as_well(tmp_path: Path) -> None:
+def test_failure_72_what_a_fused_optimizer_writes_in_a_pass_is_seen_as_well() -> None:
     """Its kernels do not count in torch's versions of what they write."""
     model: Any = classifier()
     model.centre = nn.Parameter(torch.zeros(2), requires_grad=False)
@@ -237,9 +243,17 @@ def test_failure_72_what_a_fused_optimizer_writes_in_a_pass_is_seen_as_well(tmp_
         return embed(ids)
 
     model.get_input_embeddings().forward = following
-    run = make(tmp_path, model, private(), max_steps=30)
+    run = a_run(model, private(), steps=30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.begin(optimizer)
+
+    def train() -> None:
+        for batch in run.batches():
+            run.step(batch)
+            optimizer.step()
+
     with pytest.raises(UnsupportedModelError, match="'centre' was written to"):
-        run.train()
+        train()
     assert 0 < run.ledger.steps < 30, "seen in the step that drew it"
 
 
