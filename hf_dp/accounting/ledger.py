@@ -62,14 +62,16 @@ class Ledger:
                 fix="charge a whole number of at least 1 before each release.",
             )
         primitives(event)
+        self._epsilons.clear()
         if label == TRAINING_STEP:
             self.own_steps += count
         else:
             self.own_labels.add(label)
+        # An interrupt may come at any instruction, and the ledger be saved then: at none is less in it than before.
         if self._entries and (self._entries[-1][0], self._entries[-1][2]) == (event, label):
-            count += self._entries.pop()[1]
-        self._entries.append((event, count, label))
-        self._epsilons.clear()
+            self._entries[-1] = event, self._entries[-1][1] + count, label
+        else:
+            self._entries.append((event, count, label))
 
     @property
     def steps(self) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import dp_accounting as dp
 import pytest
@@ -137,3 +138,46 @@ def test_a_promise_that_json_cannot_hold_is_refused():
         Ledger(promise={"model": object()})
     with pytest.raises(LedgerError, match="cannot be written as JSON"):
         Ledger(promise={"delta": math.nan})
+
+
+def interrupted(act, number):
+    """Whether `act` came to its instruction `number` (from 1) of this file, and was interrupted there."""
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if frame.f_code.co_filename != ledger_module.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen += 1
+            if seen == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("label", ["training step", "probe"])
+def test_whenever_a_charge_is_interrupted_nothing_before_it_is_lost_or_remembered_as_all(charged, label):
+    charges, number, is_interrupted = charged.charges, 0, True
+    assert charged.epsilon(1e-5) < charged.epsilon(1e-6)
+    while is_interrupted:
+        number += 1
+        ledger = Ledger.from_dict(charged.to_dict())
+        ledger.epsilon(1e-5)
+        is_interrupted = interrupted(lambda: ledger.charge(STEP, label), number)  # noqa: B023
+        assert ledger.steps >= 5, number
+        assert ledger.charges in (charges, charges + 1)
+        assert ledger.own_steps + len(ledger.own_labels) >= ledger.charges - charges
+        assert ledger.epsilon(1e-5) == epsilon(ledger.event, 1e-5)
+    assert number > 20
+    assert ledger.charges == charges + 1
