@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -64,7 +65,7 @@ class PublishingMixin(RunsMixin):
         record = claim(self._plan, self.ledger) if saves and self._plan is not None else None
         if self._plan is None:
             warn_of_no_record(self.model)
-        if saves and directory == Path(str(self.args.output_dir)):
+        if saves and os.path.realpath(directory) == os.path.realpath(str(self.args.output_dir)):
             self._finish_current_push()  # it reads the files that are about to be replaced
         with saved_aside(directory) if saves else nullcontext(directory) as aside:
             super().save_model(str(aside), _internal_call=True)

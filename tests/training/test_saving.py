@@ -167,3 +167,20 @@ def test_failure_143_another_model_in_the_place_of_the_trained_one_is_not_saved_
     assert seen
     assert not (tmp_path / "other").exists()
     assert verify(tmp_path / "own").consistent
+
+
+@pytest.mark.parametrize("spelt", ["relative", "with a link"])
+def test_a_push_that_is_being_sent_is_waited_for_however_its_folder_is_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelt: str
+) -> None:
+    """What it sends would be of two saves."""
+    monkeypatch.chdir(tmp_path)
+    trainer = make(tmp_path / "out", max_steps=1)
+    trainer.train()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    waited: list[str] = []
+    monkeypatch.setattr(trainer, "_finish_current_push", lambda: waited.append("waited"))
+    trainer.save_model("elsewhere")
+    assert not waited
+    trainer.save_model("out" if spelt == "relative" else str(tmp_path / "link"))
+    assert waited
