@@ -183,9 +183,9 @@ def copied(reader: Reader, function: Any, name: str, parameters: list[str], args
     if reader.infers and (alone := _for_one(reader, function, name, tensors, *given)) is not None:
         return alone
     is_whole, found = function in _BROADCASTING, None
-    if is_whole or function in _SUMS:
-        found = _along_second(reader, name, tensors, *given)
     is_product = function in _PRODUCTS and all(t.dim() > 1 for t in tensors if isinstance(t, WatchedParameter))
+    if is_whole or is_product or function in _SUMS:
+        found = _along_second(reader, name, tensors, *given, own=2 if is_product else 0)
     if found is None and (is_whole or is_product):
         found = _along_first(reader, name, tensors, *given, is_whole=is_whole)
     return found
@@ -245,22 +245,23 @@ def _along_first(
 
 
 def _along_second(
-    reader: Reader, name: str, tensors: list[Tensor], parameters: list[str], args: Any, kwargs: Any
+    reader: Reader, name: str, tensors: list[Tensor], parameters: list[str], args: Any, kwargs: Any, *, own: int
 ) -> Copies | None:
-    """Where the examples are second, and each parameter has a row for each position: (T, 1, ...)."""
+    """Where the examples are second, and each parameter has a row, or a matrix, for each position: (T, 1, ...); the
+    last axes, so many, are each operand's `own`."""
     watched = [t for t in tensors if isinstance(t, WatchedParameter)]
     sizes = {t.shape[1] for t in tensors if t.dim() > 2 and not isinstance(t, WatchedParameter)}
     is_known = len({t.dim() for t in tensors}) == 1 and sizes == {reader.batch_size}
-    if not is_known or any(t.shape[1] != 1 for t in watched):
+    if not is_known or any(t.shape[1] != 1 or t.dim() < 2 + own for t in watched):
         return None
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    shape = torch.broadcast_shapes(*(t.shape[: t.dim() - own] for t in tensors))
     if any(len(t) != shape[0] for t in watched):
         return None
 
     def copy(value: Any) -> Any:
-        return value.expand(shape) if isinstance(value, WatchedParameter) else value
+        return value.expand(*shape, *[-1] * own) if isinstance(value, WatchedParameter) else value
 
-    read = {Use(name, parameter, SECOND, len(shape)) for parameter in parameters}
+    read = {Use(name, parameter, SECOND, len(shape) + own) for parameter in parameters}
     return Copies(mapped(copy, args), mapped(copy, kwargs), read)
 
 

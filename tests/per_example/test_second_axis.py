@@ -58,6 +58,24 @@ _MODELS: dict[str, Small] = {
         one=nn.Linear(4, 4),
         table=nn.Embedding(9, 4),
     ),
+    "a matrix for each head, as Zamba has them": Small(
+        lambda m, x: (m.w[:, None] @ m.one(x).unflatten(-1, (2, -1)).permute(2, 0, 3, 1) + m.v[:, None, :, None])
+        .transpose(0, 1).cos(),
+        one=nn.Linear(4, 4),
+        w=parameter(2, 3, 2),
+        v=parameter(2, 3),
+    ),
+    "a matrix for each position, behind the examples' rows": Small(
+        _turned(lambda m, x: torch.matmul(m.one(x).view(len(x), -1, 2, 2), m.w)),
+        one=nn.Linear(4, 4),
+        w=parameter(5, 1, 2, 3),
+    ),
+    "a matrix for each head, in Einstein's notation": Small(
+        lambda m, x: torch.einsum("hbtk,hkn->hbtn", m.one(x).unflatten(-1, (2, -1)).permute(2, 0, 1, 3), m.w)
+        .transpose(0, 1).cos(),
+        one=nn.Linear(4, 4),
+        w=parameter(2, 2, 3),
+    ),
     "a vector": Small(_turned(lambda m, x: (m.one(x) @ m.w).cos()), one=nn.Linear(4, 3), w=parameter(3)),
     "heads of all examples, as one view": Small(
         _turned(lambda m, x: _heads(m.norm(m.one(x))) + _heads(F.embedding(_ids(x), m.w))),
@@ -71,7 +89,7 @@ _MODELS: dict[str, Small] = {
         one=nn.Linear(4, 4),
         layer=nn.TransformerDecoderLayer(4, 2, 6, dropout=0.0),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.few(22)

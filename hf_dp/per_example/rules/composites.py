@@ -96,8 +96,8 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     summed = [axis for axis in of_weight if axis in of_data and axis not in out]
     new = [axis for axis in of_weight if axis not in of_data]
     first, *rest = [axis for axis in of_data if axis not in of_weight] or [""]
-    # Nothing is summed over in one operand alone, no diagonal is taken, and the examples come first.
-    is_known = {first, *rest, *new, *each} == set(out) and of_data.startswith(first) and first != ""
+    # Nothing is summed over in one operand alone, and no diagonal is taken.
+    is_known = {first, *rest, *new, *each} == set(out) and first != ""
     is_known &= all(len(set(term)) == len(term) and "." not in term for term in (of_data, of_weight, out))
     axes = [*zip(of_data, data.shape, strict=False), *zip(of_weight, weight.shape, strict=False)]
     if not is_known or len(set(axes)) != len(dict(axes)) or len(axes) != data.dim() + weight.dim():
