@@ -13,7 +13,7 @@ from transformers import Seq2SeqTrainer, Trainer
 
 import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
-from hf_dp.per_example.checks.saved_buffers import buffers_put_back
+from hf_dp.per_example.checks.saved_buffers import saved_put_back
 from hf_dp.training.base import TrainerBehind
 
 logger = logging.getLogger(__name__)
@@ -71,15 +71,16 @@ class EvaluationMixin(TrainerBehind):
         return loss, _as_trainer_reads(outputs[0], loss)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; what rows of evaluation write into buffers that are saved with the model is put back."""
-        with buffers_put_back(self.accelerator.unwrap_model(self.model)) as written:
+        """As Trainer's; what rows of evaluation write into buffers and configurations that are saved with the model is
+        put back."""
+        with saved_put_back(self.accelerator.unwrap_model(self.model)) as written:
             output = super().evaluation_loop(*args, **kwargs)
         told, self._told_written = self._told_written, self._told_written | set(written)
         if new := [name for name in written if name not in told]:
             ranks.warn(
                 logger,
-                "Evaluation changed the buffer %r, which is saved with the model; it was put back, since no noise is "
-                "added to what it remembers of these rows (register_buffer(..., persistent=False) is not saved).",
+                "Evaluation changed %r, which is saved with the model; it was put back, since no noise is added to "
+                "what it remembers of these rows (register_buffer(..., persistent=False) is not saved).",
                 new[0],
             )
         return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,43 @@ def test_failure_147_what_a_model_writes_in_evaluation_mode_is_not_saved_with_it
     trainer.evaluate()
     assert bool(model.dropout.seen) is not is_saved
     assert caplog.text.count("'dropout.seen', which is saved with the model") == int(is_saved)
+
+
+class Noting(nn.Module):
+    """Writes into the model's configuration what it is given in evaluation."""
+
+    def __init__(self, model: Any, place: str) -> None:
+        super().__init__()
+        self.of, self.place = [model], place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            config, seen = self.of[0].config, float(x.detach().sum())
+            if self.place == "id2label":
+                config.id2label[2] = f"LABEL_{seen}"
+            else:
+                setattr(config, self.place, str(seen) if self.place == "word" else seen)
+        return x
+
+
+@pytest.mark.checked_anew
+@pytest.mark.parametrize("place", ["seen", "word", "initializer_range", "id2label"])
+def test_failure_151_what_a_model_writes_into_its_configuration_is_not_saved_with_it(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check before the first step computes training rows in that mode."""
+    model: Any = classifier()
+    model.dropout = Noting(model, place)
+    before = copy.deepcopy(model.config.to_dict())
+    trainer = make(tmp_path, model, parts={"eval_dataset": OTHERS}, **UNEVEN)
+    trainer.train()
+    assert trainer.ledger.steps == 2
+    noted = {**before, "problem_type": "single_label_classification", "use_cache": False}
+    assert model.config.to_dict() == noted
+    assert "it was put back" not in caplog.text
+    trainer.evaluate()
+    assert model.config.to_dict() == noted
+    assert caplog.text.count("which is saved with the model; it was put back") == 1
 
 
 class Made(nn.Module):

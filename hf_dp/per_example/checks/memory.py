@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.bits import bits_in_place, bits_of
-from hf_dp.per_example.checks.saved_buffers import Place, buffers_put_back, put_back_saved, saved_buffers
+from hf_dp.per_example.checks.saved_buffers import Place, put_back_saved, saved_buffers, saved_put_back
 from hf_dp.per_example.checks.state import buffer_refused, configurations
 from hf_dp.per_example.checks.values import parts
 from hf_dp.per_example.modules import named_modules
@@ -34,8 +34,8 @@ _AS_THEY_WERE: Any = WeakTensorKeyDictionary()
 @contextmanager
 def unchanged_weights(model: nn.Module) -> Iterator[None]:
     """Refuses a model whose passes write into what is saved with it: parameters, frozen or trained, and what modules
-    add to a state dict (extra state, hooks). Buffers are for `unchanged_state` to see; here they are put back, also
-    what passes in evaluation mode have written.
+    add to a state dict (extra state, hooks). Buffers and configurations are for `unchanged_state` to see; here
+    they are put back, also what passes in evaluation mode have written.
 
     Compared are checksums, whatever way it was written in: of what was written to and is as it was they are from now
     on. What was written stays there, and as long as it does the model is refused. So are those that let a parameter be
@@ -47,7 +47,7 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
     before, switched = _checksums(model), list[str]()
     _refuse_written(model, {**before, **_others(named_modules(model))})
     try:
-        with writes_noted(model), _trained_as_before(model, switched), buffers_put_back(model):
+        with writes_noted(model), _trained_as_before(model, switched), saved_put_back(model):
             yield
     except BaseException:
         # An accelerator that is full, or had an index out of range, answers nothing, which must not hide the reason.

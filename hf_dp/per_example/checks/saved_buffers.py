@@ -1,4 +1,4 @@
-"""Buffers that are saved with a model, and how they are put back."""
+"""Buffers, and configurations, that are saved with a model, and how they are put back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 
 from torch import Tensor, nn
 
+from hf_dp.per_example.checks.saved_settings import put_back_settings
 from hf_dp.per_example.checks.state import Attributes, attributes_of, is_saved, values_of
 from hf_dp.per_example.checks.values import NOTHING, copied, same
 from hf_dp.per_example.modules import named_modules
@@ -15,19 +16,20 @@ Place = tuple[str, str]
 
 
 @contextmanager
-def buffers_put_back(model: nn.Module) -> Iterator[list[str]]:
-    """Puts back what is written inside into buffers that are saved with the model: their names, once it has ended.
+def saved_put_back(model: nn.Module) -> Iterator[list[str]]:
+    """Puts back what is written inside into buffers that are saved with the model, and into configurations: their
+    names, once it has ended.
 
-    With them goes back what is known of them: that there is one, say, or how long it is.
+    With buffers goes back what is known of them: that there is one, say, or how long it is.
     """
     before, attributes = saved_buffers(named_modules(model)), attributes_of(model)
     written = list[str]()
 
-    def undone() -> list[Place]:
+    def undone() -> list[str]:
         changed = put_back_saved(model, before)
         if changed:
             _put_back_beside([path for path, _ in changed], attributes)
-        return changed
+        return [".".join(filter(None, place)) for place in changed] + put_back_settings(model, attributes)
 
     try:
         yield written
@@ -35,7 +37,7 @@ def buffers_put_back(model: nn.Module) -> Iterator[list[str]]:
         with suppress(RuntimeError):  # see `unchanged_weights`
             undone()
         raise
-    written += [".".join(filter(None, place)) for place in undone()]
+    written += undone()
 
 
 def put_back_saved(model: nn.Module, before: Mapping[Place, Tensor | None]) -> list[Place]:
