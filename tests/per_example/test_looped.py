@@ -77,6 +77,60 @@ def test_what_a_loop_mixes_in_few_steps_is_refused_there(way: Way) -> None:
         record(model, losses, data, certificate=certificate)
 
 
+def moved_right(rows: Tensor) -> Tensor:
+    """As a decoder's tokens are made of labels."""
+    moved = rows.new_zeros(rows.shape)
+    moved[:, 1:] = rows[:, :-1].clone()
+    moved[:, 0] = 1
+    return moved
+
+
+def beside_a_constant(m: Any, rows: Tensor) -> Tensor:
+    both: Tensor = m.layer(torch.cat([rows, (m.w + m.table[: rows.shape[1]]).repeat(len(rows), 1, 1)], 1))
+    return both
+
+
+def of_two_lengths(m: Any, rows: Tensor) -> Tensor:
+    """As a layer that reads words, and pictures beside them."""
+    return torch.cat([m.layer(rows), m.layer(rows[:, :2].cos())], 1)
+
+
+WHOLE: dict[str, Way] = {
+    "a layer given rows of two lengths": of_two_lengths,
+    "beside a constant, written": lambda m, x: beside_a_constant(m, m.table[(moved_right(x)[..., 0] * 9).long() % 7]),
+    "beside a constant": lambda m, x: beside_a_constant(m, m.layer(x)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_loop_over_examples_that_calls_all_of_a_model_is_exact(name: str, size: int) -> None:
+    def losses(model: Any, data: Any) -> Tensor:
+        rows = data["x"].split(1)
+        return torch.stack([model(one).square().mean() for one in rows])
+
+    model = Small(WHOLE[name], **members())
+    certificate, data = preflight(model, losses, batch(3, LENGTH, 4)), batch(size, LENGTH, 4)
+    assert relative_error(record(model, losses, data, certificate=certificate), loop(model, losses, data)) <= 1e-12
+
+
+@pytest.mark.parametrize("by", ["itself", "a view", "a view of a view"])
+def test_what_two_examples_are_written_into_is_not_the_second_ones(by: str) -> None:
+    def losses(model: Any, data: Any) -> Tensor:
+        x = data["x"]
+        whole = x.new_zeros(2 * LENGTH, 4)
+        first = {"itself": whole, "a view": whole[:LENGTH], "a view of a view": whole.view(2, LENGTH, 4)[0]}[by]
+        first[:LENGTH] = (x[0] * 9).long() % 7
+        whole[LENGTH:] = (x[1] * 9).long() % 7
+        made = torch.cat([whole, model.w.expand(2 * LENGTH, 4)], 1).square().sum(1)
+        found = torch.stack([made[:LENGTH].mean(), made[LENGTH:].mean(), *(0 * x[2:]).sum((1, 2))])
+        return found + model(x).square().mean((1, 2))
+
+    model = Small(lambda m, x: m.layer(x), **members())
+    with pytest.raises(HfDpError):
+        record(model, losses, batch(3, LENGTH, 4))
+
+
 def test_where_nothing_loops_no_use_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Small(lambda m, x: m.layer(hidden(m, x)), **members())
     certificate = preflight(model, square, batch(3, LENGTH, 4))

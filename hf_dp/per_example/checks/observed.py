@@ -26,7 +26,8 @@ class Observed:
     def __init__(self, model: nn.Module, size: int) -> None:
         self._rows_of, self._size = observer(model), size
         self._seen: list[tuple[Use, Tensor]] = []
-        self.picked: dict[Use, Tensor] = {}
+        # By how long these sums are, too: a layer may be given rows of two lengths.
+        self.picked: dict[tuple[Use, int], Tensor] = {}
 
     def __call__(self, use: Use, given: Tensor, axis: Axis) -> None:
         # An expert's matrix is taken by its number where it has any rows, and these are told.
@@ -36,25 +37,28 @@ class Observed:
         if axis.example is not None:
             sums = rows.new_zeros(self._size, 5, dtype=torch.double)
             sums[axis.example[0]] = _told(rows)
-            self.picked[use] = self.picked[use] + sums if use in self.picked else sums
+            self._add(use, sums)
         elif use.reading == ROUTED:
-            sums = _sums(rows.view(len(rows), -1, max(given[:1].numel(), 1)), axis)
-            self.picked[use] = self.picked[use] + sums if use in self.picked else sums
+            self._add(use, _sums(rows.view(len(rows), -1, max(given[:1].numel(), 1)), axis))
         else:
             self._seen.append((use, rows.expand(self._size, -1)))
+
+    def _add(self, use: Use, sums: Tensor) -> None:
+        key = use, sums.shape[1]
+        self.picked[key] = self.picked[key] + sums if key in self.picked else sums
 
     @property
     def seen(self) -> list[tuple[Use, Tensor]]:
         """Each use, in order, with the rows (B, n)."""
-        return [*self._seen, *sorted(self.picked.items(), key=lambda found: found[0])]
+        return [*self._seen, *((use, sums) for (use, _), sums in sorted(self.picked.items(), key=lambda one: one[0]))]
 
 
 def aligned(several: Sequence[Observed]) -> list[tuple[Use, *tuple[Tensor, ...]]] | None:
     """Each use with its rows in several passes; None if they are others. What no row was picked for may be missing."""
-    for use in set().union(*(one.picked for one in several)):
-        known = next(one.picked[use] for one in several if use in one.picked)
+    for key in set().union(*(one.picked for one in several)):
+        known = next(one.picked[key] for one in several if key in one.picked)
         for one in several:
-            one.picked.setdefault(use, torch.zeros_like(known))
+            one.picked.setdefault(key, torch.zeros_like(known))
     seen = [one.seen for one in several]
     if any([use for use, _ in one] != [use for use, _ in seen[0]] for one in seen):
         return None

@@ -128,7 +128,7 @@ class Alone:
         data = [one for one in data if not (is_new and one is source)]
         if size == 1 or op.name in MAKING or not data:
             return []
-        self._keep_sure(op, data)
+        self._keep_sure(op, data, is_new)
         # A table is looked up in, and not cut, whatever its sizes are.
         whole = source if any(one is source for one in data) else None
         is_cut = whole is not None and op.name in _CUTTING and whole not in self._example and not axes.of(whole)
@@ -170,10 +170,11 @@ class Alone:
             axes.note_whole(op.output)
         return [*owned, Owned(op.output, is_each, is_own)]
 
-    def _keep_sure(self, op: Operation, data: list[Tensor]) -> None:
+    def _keep_sure(self, op: Operation, data: list[Tensor], is_new: bool) -> None:
         """What follows from one example alone is its own, by whatever operation; what was written to only where it was
-        its own before."""
-        made, given = tensors_in(op.output), tensors_in(op.args, op.kwargs)
+        its own before, or nothing was written before."""
+        target = op.source if op.name == "__setitem__" else None
+        made, given = tensors_in(op.output if target is None else target), tensors_in(op.args, op.kwargs)
         if not len(self._surely) or not made:
             return
         found = set()
@@ -183,7 +184,9 @@ class Alone:
             found.add(example if is_own else None)
         if len(found) == 1 and None not in found:
             for one in made:
-                if one in self._surely or not any(one is other for other in given):
+                # Never written to before, by whatever name.
+                is_its_own = one in self._surely or (is_new and one is op.source and writes(one) == 1)
+                if is_its_own or not any(one is other for other in given):
                     self._surely[one] = *found, writes(one)
 
     def _may_cut(self, op: Operation, source: Tensor, axes: Axes, leads: Callable[[Tensor], bool]) -> bool:
