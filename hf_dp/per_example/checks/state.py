@@ -16,6 +16,7 @@ from hf_dp.per_example.checks.values import HOOKS_NOTED, NOTHING, equal
 from hf_dp.per_example.modules import named_modules
 
 Attributes = list[tuple[str, Any, dict[str, Any]]]
+Buffers = dict[str, tuple[Tensor, Tensor] | None]
 _PLAIN = (str, bool, int, float, type(None), tuple, Tensor)
 # Of configurations these count as well: they are saved.
 _SAVED = (list, dict, set)
@@ -153,7 +154,7 @@ def put_back(model: nn.Module) -> Iterator[None]:
 
 
 def _left_behind(
-    model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: Attributes, are_told: Told | None
+    model: nn.Module, buffers: Buffers, attributes: Attributes, are_told: Told | None
 ) -> UnsupportedModelError | None:
     changed, written, switched = _put_back(model, buffers, attributes)
     if changed:
@@ -199,9 +200,15 @@ def named_place(place: tuple[str, Any]) -> str:
     return ".".join(filter(None, map(str, place)))
 
 
-def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+def _buffers(model: nn.Module) -> Buffers:
     """Each buffer by all of its names (one pass may give two names one tensor), and what it holds."""
-    return {name: (b, b.detach().clone()) for name, b in model.named_buffers(remove_duplicate=False)}
+    return {name: None if b is None else (b, b.detach().clone()) for name, b in _buffers_as_they_are(model).items()}
+
+
+def _buffers_as_they_are(model: nn.Module) -> dict[str, Tensor | None]:
+    """Also those that have no value yet: a model asks whether it is None."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {f"{path}.{last}".lstrip("."): b for path, module in modules for last, b in module._buffers.items()}
 
 
 def attributes_of(model: nn.Module) -> Attributes:
@@ -252,26 +259,24 @@ def is_saved(owner: nn.Module, last: str) -> bool:
     return last not in owner._non_persistent_buffers_set
 
 
-def _put_back(
-    model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]], attributes: Attributes
-) -> tuple[list[str], list[str], list[Switch]]:
+def _put_back(model: nn.Module, buffers: Buffers, attributes: Attributes) -> tuple[list[str], list[str], list[Switch]]:
     """Saved buffers that are not what they were before, what configurations hold that is not, and switches; now all
     are as before."""
-    now, changed, written = dict(model.named_buffers(remove_duplicate=False)), list[str](), list[str]()
+    now, changed, written = _buffers_as_they_are(model), list[str](), list[str]()
     switched = list[Switch]()
-    for name in now.keys() - buffers.keys():
+    for name in {**now, **buffers}:
+        was, found = buffers.get(name), now.get(name)
+        if (name in now) is (name in buffers) and (found is None if was is None else equal(found, was[1])):
+            continue
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
-        changed += [name] if is_saved(owner, last) else []
-        # Whoever asks whether there is one gets the answer of before.
-        del owner._buffers[last]
-    for name, (buffer, value) in buffers.items():
-        if not equal(now.get(name), value):
-            path, _, last = name.rpartition(".")
-            owner = model.get_submodule(path)
-            buffer.detach().copy_(value)
-            owner._buffers[last] = buffer
-            changed += [name] if is_saved(owner, last) else []
+        changed += [name] if is_saved(owner, last) and not (was is None and found is None) else []
+        # Whoever asks whether there is one, and of which value, gets the answer of before.
+        owner._buffers[last] = None if was is None else was[0]
+        if name not in buffers:
+            del owner._buffers[last]
+        if was is not None:
+            was[0].detach().copy_(was[1])
     for path, holder, before in attributes:
         is_module = isinstance(holder, nn.Module)
         for name, value in before.items():
