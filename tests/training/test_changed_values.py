@@ -301,6 +301,51 @@ def test_failure_96_in_a_loop_of_ones_own() -> None:
     assert run.ledger.steps == 1
 
 
+class Keeping(Switched):
+    """Keeps what it has computed of its weights where it reads it again in the same pass."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], None], kept: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.keep, self.kept, self.held, self.several = keep, kept, argparse.Namespace(), dict[str, Tensor]()
+        self.register_buffer("of_weights", None, persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.keep(self, self.place.tanh() / self.place.norm())
+        return self.out(torch.tanh(self.table(ids).mean(1) + self.kept(self)))  # type: ignore[no-any-return]
+
+
+KEPT: dict[str, Callable[[], nn.Module]] = {
+    "in an attribute": lambda: Keeping(lambda m, w: setattr(m, "last", w), lambda m: m.last),
+    "in a list": lambda: Keeping(lambda m, w: setattr(m, "last", [w]), lambda m: m.last[0]),
+    "in a dict": lambda: Keeping(lambda m, w: m.several.update(last=w), lambda m: m.several["last"]),
+    "in an object": lambda: Keeping(lambda m, w: setattr(m.held, "last", w), lambda m: m.held.last),
+    "in a buffer": lambda: Keeping(lambda m, w: setattr(m, "of_weights", w), lambda m: m.of_weights),
+    "of the weights themselves": lambda: Keeping(lambda m, w: setattr(m, "last", m.place[None].T), lambda m: m.last.T),
+    "by a hook of torch": lambda: hooked(Switched()),
+}
+
+
+def hooked(model: Any) -> nn.Module:
+    with pytest.warns(FutureWarning, match="deprecated"):
+        model.out = torch.nn.utils.weight_norm(model.out)
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("place", KEPT)
+def test_what_a_model_keeps_of_its_weights_is_none_of_the_next_step(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = KEPT[place]()
+    run = a_run(model, private(), dataset=data(), collate=collate, steps=3, loss=loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.begin(optimizer)
+    for batch in run.batches():
+        run.step(batch)
+        optimizer.step()
+    assert run.ledger.steps == 3
+    assert "is made again" not in caplog.text
+
+
 def test_what_no_loss_follows_from_may_change_and_nothing_is_checked_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

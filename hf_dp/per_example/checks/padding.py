@@ -114,7 +114,7 @@ def check_padding(
                 with numbers(batch_size(exact)):
                     found = record(model, loss_fn, exact, certificate=certificate, rules=rules, tables=tables)
                 refuse_differing(found.differing)
-                return found, {name: values.clone() for name, values in model.named_buffers()}
+                return found, {name: values.detach().clone() for name, values in model.named_buffers()}
 
         together, apart = drawn(prepared)
         in_batch, left, norms = gradients(together)[0], None, []

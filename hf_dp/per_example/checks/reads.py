@@ -12,8 +12,7 @@ from itertools import islice
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer, lr_scheduler
 
 from hf_dp.per_example.checks.held import entries, is_holder, is_value
 from hf_dp.per_example.checks.memory import told_of, write_of
@@ -21,13 +20,14 @@ from hf_dp.per_example.checks.named import is_own
 from hf_dp.per_example.checks.switches import is_on, switches_of
 from hf_dp.per_example.checks.values import BIG, NOTHING, OF_MODULES, SERIES, copied_within, same
 from hf_dp.per_example.modules import named_modules
+from hf_dp.per_example.watched import WatchedParameter
 
 # Of a run of hf_dp, which is no object of a user's.
 _STEP = "global_step"
 # Lists that a recurrent layer has of its own parameters, which are looked at as such: training moves them.
 _OF_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 _MOST, _ITEMS, _DEPTH = 8192, 64, 4
-_SETTINGS = (argparse.Namespace, types.SimpleNamespace, LRScheduler)
+_SETTINGS = (argparse.Namespace, types.SimpleNamespace, lr_scheduler.LRScheduler)
 
 
 class Reads:
@@ -229,7 +229,8 @@ class _Known:
 
 
 def _writes(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    # What a pass has computed of weights may lie in their memory, which training writes to.
+    return 0 if isinstance(tensor, WatchedParameter) or tensor.is_inference() else tensor._version
 
 
 def _copied(value: Any, depth: int = 0) -> Any:
@@ -272,9 +273,8 @@ def _getter(owner: Any, name: Any) -> Callable[[], Any] | None:
         return lambda: vars(owner).get(name, NOTHING)
     if isinstance(owner, nn.Module):
         is_inherited = hasattr(nn.Module, name) and name not in vars(owner)  # looked at by other means, or no value
-        if name in OF_MODULES or name in owner._parameters or name in owner._modules or is_inherited:
-            return None
-        if isinstance(owner, nn.RNNBase) and name in _OF_RECURRENT:
+        is_weight = name in owner._parameters or (isinstance(owner, nn.RNNBase) and name in _OF_RECURRENT)
+        if name in OF_MODULES or name in owner._modules or is_inherited or is_weight:
             return None
         if name in owner._buffers:
             return lambda: owner._buffers.get(name, NOTHING)

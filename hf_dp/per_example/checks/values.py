@@ -120,13 +120,15 @@ def _weakly(value: Any) -> Callable[[], Any]:
 def equal(now: Any, before: Tensor) -> bool:
     if not isinstance(now, Tensor) or (now.shape, now.layout) != (before.shape, before.layout):
         return False
+    # What a pass has computed of weights stands for itself, and is asked for its numbers when the pass is over.
+    now, before = now.detach(), before.detach()
     if before.layout is not torch.strided:
         return all(map(equal, parts(now), parts(before)))
     if now.is_meta or before.is_meta:  # which hold no numbers
-        return now.is_meta == before.is_meta
+        return bool(now.is_meta == before.is_meta)
     if any(one.is_floating_point() and one.element_size() == 1 for one in (now, before)):
         # Of which torch compares no two that lie in one place, nor one with other numbers.
-        return now.dtype == before.dtype and torch.equal(now.view(torch.uint8), before.view(torch.uint8))
+        return bool(now.dtype == before.dtype) and torch.equal(now.view(torch.uint8), before.view(torch.uint8))
     # Most are, and this is the fastest to say so, but for NaN.
     if (now.dtype, now.device) == (before.dtype, before.device) and torch.equal(now, before):
         return True
