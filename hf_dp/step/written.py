@@ -84,8 +84,9 @@ class WrittenGradients:
         self._listen()
 
     def refuse_other_state(self) -> None:
-        """See `Remembered`: before a step is charged, which the optimizer would refuse."""
+        """See `Remembered`, and `Alone`: before a step is charged, which the optimizer would refuse."""
         self._remembered.refuse_other()
+        self._alone.refuse_written()
 
     def refuse_untaken(self) -> None:
         """Refuses a step that another optimizer made; of the step that was made nothing is kept.
@@ -135,6 +136,7 @@ class WrittenGradients:
         self._alone.depth -= 1
         if not self._alone.depth:
             self._remembered.note()
+            self._alone.note()
         # Once for each private step: whoever looks at it calls `refuse_untaken`.
         if self._around is not None and not self._alone.depth and self._taken and self._marks:
             self._around.after()

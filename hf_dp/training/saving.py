@@ -19,6 +19,7 @@ from hf_dp.errors import ConfigurationError, LedgerError
 from hf_dp.hub import RECORD_FILE, PrivacyRecord, left_out, model_files, write_card
 from hf_dp.hub.card import privacy_section
 from hf_dp.hub.record import sha256_of_record, sha256_of_text
+from hf_dp.step.alone import refuse_other_buffers
 from hf_dp.step.plan import Plan
 from hf_dp.training.adapters import has_adapters, states_of_adapters
 from hf_dp.training.resuming.copies import refuse_moved, were_left
@@ -75,11 +76,12 @@ def refuse_unclaimed(model: Any, trainer: object) -> None:
     or are not there.
 
     Raises:
-        ConfigurationError: as of `refuse_unloaded`.
+        ConfigurationError: as of `refuse_unloaded`, or of `refuse_other_buffers`.
         LedgerError: those of a checkpoint that was read and then refused, or another trainer's of the same model, also
             of one without privacy.
     """
     refuse_unloaded(model)
+    refuse_other_buffers(model)
     if any(p.requires_grad and has_changed_since(p, trainer) for p in model.parameters()):
         raise LedgerError(
             "the weights of this model were trained privately elsewhere since this training: read from a checkpoint "
