@@ -95,7 +95,9 @@ class Axis(NamedTuple):
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(B, k, ...) from a tensor laid out like the input."""
-        return tensor.reshape(self.batch_size, -1, *tensor.shape[1:])
+        # How many are said: torch cannot tell where there are no positions.
+        each = tensor.shape[0] // self.batch_size if tensor.dim() else 1
+        return tensor.reshape(self.batch_size, each, *tensor.shape[1:])
 
 
 def _beside(mask: Tensor, rows: Tensor) -> Tensor:

@@ -68,6 +68,42 @@ def test_an_empty_axis_is_a_zero_gradient(size: int) -> None:
     assert found.squared_norms().eq(0).all()
 
 
+def before_the_last(x: Tensor) -> Tensor:
+    """Numbers of all positions but the last: of a text of one token none."""
+    return x[:, :-1, 0].abs().long() % 4
+
+
+OF_NOTHING: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a scale": (lambda m, x: x[:, 1:] * m.w, {"w": parameter(4)}),
+    "a scale of logits": (lambda m, x: x[:, 1:] * m.w, {"w": parameter()}),
+    "a summand": (lambda m, x: x[:, 1:] + m.w[: x.shape[1] - 1], {"w": parameter(9, 4)}),
+    "a difference": (lambda m, x: (m.w - x[:, 1:]).cos(), {"w": parameter(4)}),
+    "copies": (lambda m, x: x[:, 1:] + m.w.expand(len(x), x.shape[1] - 1, 4), {"w": parameter(4)}),
+    "repeated": (lambda m, x: x[:, 1:] + m.w.repeat(len(x), x.shape[1] - 1, 1), {"w": parameter(4)}),
+    "looked up": (lambda m, x: m.w[before_the_last(x)], {"w": parameter(4, 4)}),
+    "looked up by two": (lambda m, x: m.w[before_the_last(x), before_the_last(x)], {"w": parameter(4, 4)}),
+    "an embedding": (lambda m, x: m.e(before_the_last(x)), {"e": nn.Embedding(4, 4)}),
+    "a norm": (lambda m, x: m.n(x[:, 1:]), {"n": nn.LayerNorm(4)}),
+    "a slope": (lambda m, x: m.a(x[:, 1:]), {"a": nn.PReLU()}),
+}
+
+
+@pytest.mark.parametrize("name", OF_NOTHING)
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_what_is_used_at_no_position_of_a_text_of_one_token_has_no_gradient_there(name: str, size: int) -> None:
+    function, members = OF_NOTHING[name]
+    model = Small(
+        lambda m, x: torch.cat([m.first(x).flatten(1).cos(), function(m, x).flatten(1)], 1),
+        first=nn.Linear(4, 4),
+        **members,
+    )
+    certificate = preflight(model, square, batch(3, 5, 4))
+    for positions in (1, 2):
+        data = batch(size, positions, 4)
+        found = record(model, square, data, certificate=certificate)
+        assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_repeats_the_dropout_mask(use_reentrant: bool) -> None:
     def inner(model: Any, x: Tensor) -> Tensor:

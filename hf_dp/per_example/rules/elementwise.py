@@ -118,7 +118,7 @@ def _repeat_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: A
     order = [*range(0, copies.dim(), 2), *range(1, copies.dim(), 2)]
     rows = copies.permute(order).reshape(axis.batch_size, -1, *weight.shape)
     dtype = sum_dtype(rows.dtype)
-    lengths = Lengths(torch.linalg.vector_norm(rows.reshape(*rows.shape[:2], -1), dim=2, dtype=dtype))
+    lengths = Lengths(torch.linalg.vector_norm(rows.reshape(*rows.shape[:2], weight.numel()), dim=2, dtype=dtype))
     return None, {"weight": PerExample(rows.sum(1, dtype=dtype), lengths=lengths)}
 
 

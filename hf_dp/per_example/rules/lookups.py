@@ -86,7 +86,7 @@ def _getitem_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: 
     (index,), weight = saved, operands.needed("weight")
     rows = weight.shape[: operands.options["axes"]].numel()
     ids = index.long().remainder(rows).reshape(axis.batch_size, -1)
-    given = gradient.reshape(axis.batch_size, ids.shape[1], -1)
+    given = gradient.reshape(*ids.shape, weight.shape[operands.options["axes"] :].numel())
     return None, {"weight": Outer(OneHot(ids, rows), Dense(given))}
 
 
