@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
-from hf_dp.errors import ConfigurationError, HfDpError, PreflightError, UnsupportedModelError
+from hf_dp.errors import ConfigurationError, HfDpError, PreflightError, UnseenUseError, UnsupportedModelError
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size, take
 from hf_dp.per_example.checks.coins import drawn_norms, that_count, with_gradient, without_shared_coins
+from hf_dp.per_example.checks.compared import compare
 from hf_dp.per_example.checks.draws import Change
 from hf_dp.per_example.checks.independence import (
     check_independence,
@@ -40,19 +40,13 @@ from hf_dp.per_example.oracle import DIFFERENT, Truth
 from hf_dp.per_example.precision import computed_in, with_memory_to_spare
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, record
-from hf_dp.per_example.rows import RowSum
 from hf_dp.per_example.rule import Certificate, Readings, Rule, most_differing, refuse_differing
 from hf_dp.per_example.rules import RULES
-from hf_dp.per_example.sharding import as_sums, local, trainable
+from hf_dp.per_example.sharding import local, trainable
 from hf_dp.per_example.watch import Watch
 
 logger = logging.getLogger(__name__)
 
-_EXACTNESS_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
-_LOW_PRECISION_TOLERANCE = 5e-2
-# Of a square, relative to all squares.
-_ROUNDING = 1e-12
-_CHUNK = 1 << 20
 _Checked = TypeVar("_Checked")
 
 
@@ -129,9 +123,20 @@ def preflight(
         watch, order = _with_enough_bits(model, batch, check)
     certificate = Certificate(watch.uses, read=watch.read | seen | seen.read)
     few = take(batch, [order[i % len(order)] for i in range(size)])
-    # As in training: what its mode alone does (dropout, checkpoints) must not be refused only after the start.
-    with forked_rng(model), passing_gradients(model):
-        refuse_differing(record(model, loss_fn, few, certificate=certificate, rules=rules, tables=tables).differing)
+
+    def refuse_in_training() -> None:
+        # What its mode alone does (dropout, checkpoints) must not be refused only after the start.
+        with forked_rng(model), passing_gradients(model):
+            refuse_differing(record(model, loss_fn, few, certificate=certificate, rules=rules, tables=tables).differing)
+
+    try:
+        refuse_in_training()
+    except UnseenUseError:
+        with forked_rng(model), off_zero(model):
+            others = list(_of_others(model, loss_fn, few, tables, **known))
+        uses, read = (frozenset().union(*sets) for sets in zip(*((o.uses, o.read) for o in others), strict=True))
+        certificate = Certificate(certificate | uses, read=certificate.read | read)
+        refuse_in_training()
     return certificate
 
 
@@ -198,11 +203,25 @@ def _check_gradients(
         truth = Truth.of(model, loss_fn, batch, weights, tables, numbers)
         # A frozen base in bf16 rounds what reaches an adapter in float32.
         dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
-        _compare(found, truth, weights, dtypes, parameters)
+        compare(found, truth, weights, dtypes, parameters)
         return watch
 
     with in_mode(model, training=False):
         return under_numbers_alike(checked)
+
+
+def _of_others(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, tables: Collection[str], **known: Any
+) -> Iterator[Watch]:
+    """The same of further examples, which may take what no first one does, beside the first, which has a gradient."""
+    size = batch_size(batch)
+
+    def check(few: Batch, dtype: torch.dtype | None) -> tuple[Watch, list[int]]:
+        return _check_gradients(model, loss_fn, few, tables, **known), []
+
+    for i in range(DIFFERENT, size, 2):
+        three = 0, i, min(i + 1, size - 1)
+        yield _with_enough_bits(model, take(batch, [three[k % DIFFERENT] for k in range(size)]), check)[0]
 
 
 def check_modules(model: nn.Module) -> None:
@@ -222,58 +241,6 @@ def check_modules(model: nn.Module) -> None:
             why="there is nothing to train, and epsilon would be spent for nothing.",
             fix="unfreeze some parameters (requires_grad_(True)), or add an adapter with PEFT.",
         )
-
-
-def _compare(
-    engine: PerExampleGradients,
-    oracle: Truth,
-    weights: Tensor,
-    dtypes: Set[torch.dtype],
-    parameters: Mapping[str, Tensor],
-) -> None:
-    tolerance = max(_EXACTNESS_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
-    # An example whose own gradient is not finite contributes nothing; it must be the same ones for both.
-    finite = oracle.norms.isfinite()
-    if not bool((finite & oracle.norms.ne(0)).any()):
-        found = " and ".join(sorted({str(norm) for norm in oracle.norms.tolist()}))
-        raise PreflightError(
-            f"the gradients of {len(finite)} examples have no norm but {found}.",
-            why="there is nothing to compare, and where no example has a gradient, budget is spent on noise alone.",
-            fix="look at the losses of single examples: are there labels (not all -100), is everything finite?",
-        )
-    squares, true_norms = (n.where(finite, 0) for n in (engine.squared_norms().double(), oracle.norms))
-    # Of a gradient that is nothing, the terms of the square cancel but for rounding, of which the root is no rounding.
-    is_same = (squares - true_norms.square()).abs() <= _ROUNDING * true_norms.square().sum()
-    found_norms = true_norms.where(is_same, squares.sqrt())
-    ours, rows = engine.zeros(besides=oracle.rows), {name: RowSum(name, parameters[name]) for name in oracle.rows}
-    engine.add_weighted_sum_(as_sums(ours, parameters), weights.where(finite, 0), rows)
-    truth = {**oracle.sums, **{name: sums.coalesced()[1] for name, sums in oracle.rows.items()}}
-    sizes = {name: _norm(expected, parameters[name]) for name, expected in truth.items()}
-    whole = math.hypot(*sizes.values())
-    checks = [("the norms", _norm(found_norms - true_norms), _norm(true_norms))]
-    for name, expected in truth.items():
-        if name in rows:
-            rows[name].sub_(oracle.rows[name])
-            difference = rows[name].coalesced()[1]
-        else:
-            # All ranks gave the same examples.
-            ours[name] /= ranks.world_size() if isinstance(parameters[name], DTensor) else 1
-            difference = ours[name].sub_(expected)
-        checks.append((name, _norm(difference, parameters[name]), max(sizes[name], 0.1 * whole)))
-    for name, error, scale in checks:
-        if not error <= tolerance * scale + 1e-12:
-            raise PreflightError(
-                f"per-example gradients of {name} are off by {error:.2g} where the oracle's have norm {scale:.2g}.",
-                why="clipping would act on wrong norms, so the noise would not cover an example's influence.",
-                fix="freeze this parameter, and please report the model: a rule is wrong, or its own rounding is that "
-                "coarse.",
-            )
-
-
-def _norm(values: Tensor, parameter: Tensor | None = None) -> float:
-    """In float64, without a copy of all values; over all shards, if the parameter has shards."""
-    square = sum(float(part.double().square().sum()) for part in values.reshape(-1).split(_CHUNK))
-    return math.sqrt(float(ranks.gathered([square]).sum()) if isinstance(parameter, DTensor) else square)
 
 
 @contextmanager
