@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.losses.kinds import SAY_IT, base_model
+from hf_dp.losses.kinds import BY_ITSELF, SAY_IT, base_model
 from hf_dp.losses.outputs import named
 from hf_dp.losses.tokens import accurate
 
@@ -92,6 +92,12 @@ def question_answering(model: nn.Module, batch: Mapping[str, Any], over_padding:
     Args:
         over_padding: as Transformers' own, which spends probability there too.
     """
+    if "start_positions" not in batch and "labels" in batch:
+        raise UnsupportedModelError(
+            f"{type(base_model(model)).__name__} is given 'labels', and no 'start_positions'.",
+            why="its answers are classes, or texts, and the loss that is known of question answering is of spans.",
+            fix=f"{SAY_IT} ({BY_ITSELF}); or give start_positions and end_positions, if its answers are spans.",
+        )
     ends = [labels_of(batch, name) for name in ("start_positions", "end_positions")]
     output = model(**{k: v for k, v in batch.items() if k not in ("start_positions", "end_positions")})
     both = [named(output, name) for name in ("start_logits", "end_logits")]
@@ -99,7 +105,7 @@ def question_answering(model: nn.Module, batch: Mapping[str, Any], over_padding:
         raise UnsupportedModelError(
             f"{type(base_model(model)).__name__} returns no start_logits (B, T).",
             why="its question answering head is of another kind.",
-            fix=f"{SAY_IT}.",
+            fix=f"{SAY_IT} ({BY_ITSELF}).",
         )
     mask = None if over_padding else batch.get("attention_mask")
     total: Tensor | float = 0.0

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_dp.errors import UnsupportedModelError
 
 SAY_IT = "override DPTrainer.compute_per_example_loss(model, inputs), or give PrivateRun(loss=...)"
+BY_ITSELF = "hf_dp.losses.own_losses(model, inputs) gives the model's own of each by itself, in as many passes"
 SHIFTED = "causal_lm"
 TOKENWISE = "token"
 SEGMENTATION = "semantic_segmentation"
@@ -80,9 +81,9 @@ def loss_kind(model: nn.Module) -> str:
         f"{name} (loss_type {declared!r}) has no known per-example loss.",
         why="the model's own loss is normalised over the batch, so one example would rescale its neighbours.",
         fix="where its loss is that of one of Transformers' own heads, say which: model.loss_type = "
-        f"'ForSequenceClassification', for example; or {SAY_IT}, which return one loss for each example."
+        f"'ForSequenceClassification', for example; or {SAY_IT}, which return one loss for each example ({BY_ITSELF})."
         if has_config and not _is_for_something_else(name)
-        else f'{SAY_IT}, which return one loss for each example (in torch: reduction="none").',
+        else f'{SAY_IT}, which return one loss for each example (in torch: reduction="none"; {BY_ITSELF}).',
     )
 
 

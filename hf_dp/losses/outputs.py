@@ -12,7 +12,10 @@ from hf_dp.losses.kinds import SAY_IT, base_model
 
 
 def named(output: Any, name: str) -> Any:
-    """What `output` has under `name`, or None. In a tuple a number is the loss, the first other the logits."""
+    """What `output` has under `name`, or None. In a tuple a number is the loss, the first other the logits; alone, too,
+    a number is the loss."""
+    if isinstance(output, Tensor):
+        return output if name == "loss" and not output.dim() else None
     if type(output) is tuple:
         of_kind = [value for value in output if isinstance(value, Tensor) and (value.dim() == 0) == (name == "loss")]
         return of_kind[0] if of_kind and name in ("loss", "logits") else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_dp.errors import HfDpError, UnsupportedModelError
 from hf_dp.losses.heads import question_answering
-from hf_dp.losses.kinds import SAY_IT, SHIFTED, base_model, loss_kind
+from hf_dp.losses.kinds import BY_ITSELF, SAY_IT, SHIFTED, base_model, loss_kind
 from hf_dp.losses.outputs import logits_of, named
 from hf_dp.losses.per_example import left_out, per_example_losses
 from hf_dp.losses.tokens import token_losses
@@ -85,7 +85,7 @@ def check_own_loss(model: nn.Module, batch: Mapping[str, Any]) -> None:
                 f"{type(base_model(model)).__name__} returns {float(own):.6g} as its loss of one example; "
                 f"the per-example loss of its kind ({loss_kind(model)}) is {ours:.6g}. {probable}",
                 why="it would be trained for something else than what it was made for.",
-                fix=f"{fix}; or say what each example's loss is: {SAY_IT} (docs/extending.md has one).",
+                fix=f"{fix}; or say what each example's loss is: {SAY_IT} (docs/extending.md has one; {BY_ITSELF}).",
             )
     kept = {k: v if is_left_out is None or not isinstance(v, Tensor) else v[~is_left_out] for k, v in batch.items()}
     _refuse_weights_of_classes(model, kept, lambda of, few: losses(kinds if of is None else of, few))

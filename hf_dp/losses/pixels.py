@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
-from hf_dp.losses.kinds import SAY_IT
+from hf_dp.losses.kinds import BY_ITSELF, SAY_IT
 
 # What configurations call the label of pixels that are not counted, and what it is where none says.
 _IGNORED, _NOT_COUNTED = ("semantic_loss_ignore_index", "loss_ignore_index"), 255
@@ -34,7 +34,7 @@ def segmentation(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
         raise UnsupportedModelError(
             "a model with an auxiliary head, whose output it does not return.",
             why="its own loss has a term of that, normalised over the batch.",
-            fix=f"load it with use_auxiliary_head=False; or {SAY_IT}.",
+            fix=f"load it with use_auxiliary_head=False; or {SAY_IT} ({BY_ITSELF}).",
         )
     if logits.dim() != 4:
         raise UnsupportedModelError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.losses.kinds import SAY_IT
+from hf_dp.losses.kinds import BY_ITSELF, SAY_IT
 
 # The label of a position that is not counted.
 IGNORED = -100
@@ -43,7 +43,7 @@ def token_sums(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> 
         raise UnsupportedModelError(
             f"logits {tuple(logits.shape)} for labels {tuple(labels.shape)}.",
             why="one label for each position is needed.",
-            fix=f"{SAY_IT}; or train with LoRA.",
+            fix=f"{SAY_IT} ({BY_ITSELF}).",
         )
     may_overwrite = type(logits.grad_fn).__name__ in _DOES_NOT_KEEP_ITS_OUTPUT and not _is_kept(logits)
     losses: Tensor = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), label_smoothing, may_overwrite)  # type: ignore[no-untyped-call]

@@ -114,6 +114,21 @@ def test_a_loop_over_examples_that_calls_all_of_a_model_is_exact(name: str, size
     assert relative_error(record(model, losses, data, certificate=certificate), loop(model, losses, data)) <= 1e-12
 
 
+def kept_as_they_are(m: Any, rows: Tensor) -> Tensor:
+    """As models that may be given numbers of another type make sure of theirs."""
+    return beside_a_constant(m, m.layer(rows.to(rows.dtype).contiguous()[:, 1:].float().double()))
+
+
+@pytest.mark.parametrize("way", [beside_a_constant, kept_as_they_are])
+def test_each_example_may_be_taken_out_when_its_turn_comes(way: Way) -> None:
+    def losses(model: Any, data: Any) -> Tensor:
+        return torch.stack([model(data["x"][i : i + 1]).square().mean() for i in range(len(data["x"]))])
+
+    model = Small(way, **members())
+    certificate, data = preflight(model, losses, batch(3, LENGTH, 4)), batch(4, LENGTH, 4)
+    assert relative_error(record(model, losses, data, certificate=certificate), loop(model, losses, data)) <= 1e-12
+
+
 @pytest.mark.parametrize("by", ["itself", "a view", "a view of a view"])
 def test_what_two_examples_are_written_into_is_not_the_second_ones(by: str) -> None:
     def losses(model: Any, data: Any) -> Tensor:

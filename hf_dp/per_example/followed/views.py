@@ -10,6 +10,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_dp.per_example.followed.picking import Operation
 from hf_dp.per_example.watched import tensors_in
 
+# What gives its argument itself where that is so already.
+_SO_ALREADY = (
+    "to",
+    "contiguous",
+    "type",
+    "type_as",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "int",
+    "long",
+    "cpu",
+    "cuda",
+)
+
 
 class ThroughViews:
     """Follows picked rows that are written, all of them, into a view.
@@ -35,7 +51,9 @@ class ThroughViews:
         view = op.source
         if not is_indexed or view is None or view._base is None:
             return []
-        if op.name != "__setitem__" and not any(one is view for one in tensors_in(op.output, op.kwargs)):
+        if op.name in _SO_ALREADY or (
+            op.name != "__setitem__" and not any(one is view for one in tensors_in(op.output, op.kwargs))
+        ):
             return []
         base, size = view._base, self._batch_size
         self._by[base] = by or self._by.get(base, "")
