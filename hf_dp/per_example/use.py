@@ -32,6 +32,11 @@ _IN_PLACE = (
     "give it inplace=False, with which it is exact",
 )
 
+KEPT = (
+    "it works on a value that was computed from the parameter in an earlier pass and kept",
+    "compute it anew in each pass; or, where it is kept for evaluation, let go of it in the module's own train(mode)",
+)
+
 # Methods that change what becomes of a tensor.
 CHANGING = re.compile(r"hook$|backward$|__set__$")
 _ITSELF = (

@@ -11,7 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertForSequenceClassification, GPT2DoubleHeadsModel
+from transformers import (
+    BertForSequenceClassification,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    GPT2DoubleHeadsModel,
+)
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
@@ -220,4 +225,21 @@ def test_frames_of_a_recording_are_not_asked_for_where_losses_are_of_tokens() ->
     model, batch = tiny("t5", "seq2seq"), text_batch("seq2seq")
     model._get_feat_extract_output_lengths = int
     assert left_out(model, batch) is not None
+    check_own_loss(model, batch)
+
+
+def test_a_model_that_hides_no_token_with_its_cache_is_told_of_it() -> None:
+    config = FSMTConfig(
+        langs=["a", "b"], src_vocab_size=20, tgt_vocab_size=20, d_model=8, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0, max_position_embeddings=20, init_std=1.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = FSMTForConditionalGeneration(config).eval()
+    ids = torch.randint(3, 20, (3, 6))
+    batch = {"input_ids": ids, "decoder_input_ids": ids.roll(1, 1), "labels": ids}
+    with pytest.raises(UnsupportedModelError, match=r"(?s)Without its cache.*model\.config\.use_cache = False"):
+        check_own_loss(model, batch)
+    assert model.config.use_cache
+    model.config.use_cache = False
     check_own_loss(model, batch)

@@ -252,6 +252,27 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = was_training
 
 
+def letting_go(model: nn.Module, numbers: Numbers) -> Numbers:
+    """The same `numbers`; before and after, modules let go, by their own `train`, of what they keep for evaluation
+    alone (LeViT its biases of positions, with the graph that they came from)."""
+
+    def let_go() -> None:
+        if any(type(module).train is not nn.Module.train for module in model.modules()):
+            with in_mode(model, training=True):
+                pass
+
+    @contextmanager
+    def within(size: int) -> Iterator[None]:
+        let_go()
+        try:
+            with numbers(size):
+                yield
+        finally:
+            let_go()
+
+    return within
+
+
 @contextmanager
 def forked_rng(model: nn.Module) -> Iterator[None]:
     """Random state, also numpy's and Python's, is put back at the end."""

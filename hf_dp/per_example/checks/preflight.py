@@ -29,6 +29,7 @@ from hf_dp.per_example.checks.independence import (
     different_pair,
     forked_rng,
     in_mode,
+    letting_go,
 )
 from hf_dp.per_example.checks.mixing import refuse_mixing
 from hf_dp.per_example.checks.numbers import Numbers, under_numbers_alike
@@ -193,6 +194,7 @@ def _check_gradients(
     batch = take(batch, [i % DIFFERENT for i in range(size)])
 
     def checked(numbers: Numbers) -> Watch:
+        numbers = letting_go(model, numbers)
         watch = Watch(Reader(size, readings=readings), rules, tables=frozenset(tables))
         with numbers(size):
             losses = watch.run(model, loss_fn, batch)
