@@ -18,6 +18,8 @@ RARER: Mapping[str, Any] = {
     **dict.fromkeys(("l_layers", "x_layers", "r_layers", "num_self_attends_per_block", "num_dense_layers"), 2),
     **dict.fromkeys(("n_shared_experts", "pred_num_hidden_layers", "num_pooler_layers"), 1),
     **dict.fromkeys(("frequency_stride", "time_stride"), 4),
+    **dict.fromkeys(("num_first_full_attention_layers", "num_last_full_attention_layers"), 1),
+    **dict.fromkeys(("num_key_value_attention_heads", "num_register_tokens"), 2),
     "coordinate_size": 6,
     "shape_size": 4,
     "num_latents": 8,
@@ -51,6 +53,12 @@ RARER: Mapping[str, Any] = {
 }
 # Features of four layers.
 _FOUR = {"image_size": 64, "num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "backbone_out_indices": [0, 1, 2, 3]}
+_HEAD = {
+    "upsample_out_channels": [8, 8],
+    "conv_out_channels": [8, 8],
+    "upsample_kernel_sizes": [4, 4],
+    "conv_kernel_sizes": [1, 1],
+}
 _MIXTURE = {
     "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8},
     "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -79,4 +87,8 @@ TRIED: tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...] = (
     ((), {"num_key_value_heads": 4, "head_dim": 4}),
     ((), {"hidden_size": 128}),
     ((), _MIXTURE),
+    ((), {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}}),
+    (("patch_size",), {**_FOUR, "reshape_hidden_states": False}),
+    (("patch_size",), {"image_size": 64, "head_config": _HEAD}),
+    ((), {"image_size": 36, "num_frames": 2, "num_spatial_layers": 1, "num_temporal_layers": 1}),
 )

@@ -25,6 +25,8 @@ from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
 from hf_dp import still_batch_norm
+from hf_dp.losses import own_losses, per_example_losses
+from hf_dp.per_example.batch import LossFunction
 from scripts import judging
 from scripts.batches import batch_for
 from scripts.shrinking import FAILURES, NotMadeError, small_model
@@ -49,12 +51,14 @@ NOT_MADE = "not made: "
 UNSHIFTED, TOLD = "does not shift the labels", "ForMaskedLM"
 # Of a model with batch norms, which keep the statistics that they have.
 BATCH_NORM, STILL = "is batch normalisation", "still"
-_SIGNS = {TOLD: "*", STILL: "†"}
-# Of what is refused, with what it is exact.
+# Of a model whose own loss of each example, by itself, is trained.
+ALONE = "alone"
+_SIGNS = {TOLD: "*", STILL: "†", ALONE: "‡"}
+# Of what is refused, with what it is exact; of loops that take longer than is waited for here, held against one batch.
+_LOOPED = " Exact by `hf_dp.losses.own_losses`, for three examples in float32."
 _WAYS = {
+    **dict.fromkeys(("lxmert", "prophetnet", "dpt"), _LOOPED),
     "rwkv": " Exact with `model.config.rescale_every = 0`, since it divides weights whenever it is evaluated.",
-    "timesformer": " Its class token of example i is that of frame i, which is an earlier example's "
-    "(`embeddings[:batch_size, 0]` in `TimesformerEmbeddings`); exact with `embeddings[::num_frames, 0]` there.",
 }
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -99,21 +103,33 @@ def _is_finite(model: nn.Module, batch: dict[str, Any]) -> bool:
 
 def judge_class(name: str, kind: str, head: str) -> str:
     """ "exact 3e-16", "refused: why", "WRONG ..." or "not made: why"; and after what it is not refused: which
-    `loss_type`, or that batch norms keep their statistics."""
+    `loss_type`, that batch norms keep their statistics, or that its own losses of single examples are trained."""
     said = _judged(name, kind, head)
     if UNSHIFTED in said and (again := _judged(name, kind, head, loss_type=TOLD)).startswith("exact"):
         return f"{again} {TOLD}"
-    if BATCH_NORM in said:
-        again = _judged(name, kind, head, is_still=True)
-        return f"{again} {STILL}" if again.startswith("exact") else again
+    if is_still := BATCH_NORM in said:
+        said = _judged(name, kind, head, is_still=True)
+        if said.startswith("exact"):
+            return f"{said} {STILL}"
+    if said.startswith("refused"):
+        again = _judged(name, kind, head, is_still=is_still, loss_fn=own_losses)
+        return f"{again} {ALONE}" if again.startswith("exact") else said
     return said
 
 
-def _judged(name: str, kind: str, head: str, loss_type: str | None = None, is_still: bool = False) -> str:
+def _judged(
+    name: str,
+    kind: str,
+    head: str,
+    loss_type: str | None = None,
+    is_still: bool = False,
+    loss_fn: LossFunction = per_example_losses,
+) -> str:
     try:
         with _limited(), judging.sorted_in_float64():
             made = getattr(transformers, kind)
             model: Any = small_model(made, made.config_class or transformers.CONFIG_MAPPING[name], head)
+            model.config.use_cache = False  # as Trainer sets it
             if loss_type is not None:
                 model.loss_type = loss_type
             if is_still:
@@ -138,7 +154,7 @@ def _judged(name: str, kind: str, head: str, loss_type: str | None = None, is_st
             def make_batch(size: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
                 return batch_for(head, model, size, length, dtype)
 
-            return judging.judge(build, make_batch, shapes=SHAPES, is_widened=is_widened)
+            return judging.judge(build, make_batch, loss_fn, shapes=SHAPES, is_widened=is_widened)
     except NotMadeError as reason:
         return f"{NOT_MADE}{reason}"
     except _TooLongError:
@@ -182,7 +198,10 @@ def page(found: dict[str, dict[str, str]]) -> str:
     ]
     stars = [
         f'A star: after `model.loss_type = "{TOLD}"`, since its own loss {UNSHIFTED}. A dagger: after',
-        "`hf_dp.still_batch_norm(model)`, since batch norms compute each example's output from the whole batch.",
+        "`hf_dp.still_batch_norm(model)`, since batch norms compute each example's output from the whole batch. A",
+        "double dagger: by its own loss of each example by itself (`hf_dp.losses.own_losses`;",
+        "[how](faq.md#why-is-my-loss-refused)), since it is no known one, or the model mixes the examples of a batch,",
+        "or hides which row is whose.",
         "",
     ]
     lines += [
@@ -196,7 +215,7 @@ def page(found: dict[str, dict[str, str]]) -> str:
     for head in found:
         for name in of(head, "refused"):
             first = found[head][name].removeprefix("refused: ").partition(";")[0]
-            lines.append(f"- {name} ({head}): {first}{_WAYS.get(name, '')}")
+            lines.append(f"- {name} ({head}): {first.rstrip('.')}.{_WAYS.get(name, '')}")
     lines += ["", "## Not made", ""]
     lines += [f"- **{head}**: {', '.join(of(head, NOT_MADE))}" for head in found if of(head, NOT_MADE)]
     return "\n".join(lines) + "\n"

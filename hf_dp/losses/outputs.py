@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_dp.errors import UnsupportedModelError
-from hf_dp.losses.kinds import SAY_IT, base_model
+from hf_dp.losses.kinds import BY_ITSELF, SAY_IT, base_model
 
 
 def named(output: Any, name: str) -> Any:
@@ -37,5 +37,5 @@ def logits_of(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     raise UnsupportedModelError(
         f"{type(base_model(model)).__name__} returns no logits, but {given}.",
         why="the loss of each example is computed from them.",
-        fix=f"let its forward return them, under 'logits' or, in a tuple, after the loss; or {SAY_IT}.",
+        fix=f"let its forward return them, under 'logits' or, in a tuple, after the loss; or {SAY_IT} ({BY_ITSELF}).",
     )
