@@ -11,6 +11,17 @@ from torch import Tensor
 from hf_dp.data.failing_rows import A_DICT
 from hf_dp.errors import ConfigurationError
 
+_PADDED = (
+    "use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', without packing "
+    "or padding_free, that returns tensors of shape (examples, ...) only. Several images of an example are its row "
+    "(examples, images, ...), for models that take them so; others take one each."
+)
+_SHARED = (
+    "return tensors of shape (examples, ...) only, without packing. What is the same whatever the rows are (weights of "
+    "classes, a scale) give the model, or compute_per_example_loss, as an attribute, or repeat it for each row: "
+    "shared.expand(len(rows), *shared.shape)."
+)
+
 
 def refuse_other_than_rows(name: str, batch: Any, size: int) -> None:
     """Refuses what is no mapping of tensors that have a row for each example.
@@ -45,9 +56,10 @@ def refuse_other_than_rows(name: str, batch: Any, size: int) -> None:
         if key in others:
             continue
         if value.dim() == 0:
-            raise _refused(name, f"returned the single number {key!r} for {size} examples")
+            raise _refused(name, f"returned the single number {key!r} for {size} examples", _SHARED)
         if value.shape[0] != size:
-            raise _refused(name, f"returned {key!r} of shape {tuple(value.shape)} for {size} examples")
+            way = _SHARED if value.dim() == 1 else _PADDED
+            raise _refused(name, f"returned {key!r} of shape {tuple(value.shape)} for {size} examples", way)
 
 
 def _hidden(value: Any, size: int) -> str | None:
@@ -88,12 +100,10 @@ def name_of(collate: Any) -> str:
     return str(getattr(collate, "__qualname__", type(collate).__qualname__))
 
 
-def _refused(name: str, problem: str) -> ConfigurationError:
+def _refused(name: str, problem: str, way: str = _PADDED) -> ConfigurationError:
     return ConfigurationError(
         f"the data collator {name} {problem}.",
         why="each example's gradient is clipped on its own, so each must have its own row; packed or padding-free rows "
         "and values shared between examples mix them.",
-        fix="use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', "
-        "without packing or padding_free, that returns tensors of shape (examples, ...) only. Several images of an "
-        "example are its row (examples, images, ...), for models that take them so; others take one each.",
+        fix=way,
     )

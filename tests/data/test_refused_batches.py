@@ -43,3 +43,10 @@ def test_rows_that_would_not_be_found_are_refused_by_name(value: Any, found: str
 )
 def test_lists_with_an_entry_for_each_example_and_names_stay(value: Any) -> None:
     assert LogicalBatchCollator(2, lambda examples: {"x": X, "more": value}).collated([0, 1])["more"] is value
+
+
+@pytest.mark.parametrize("shared", [torch.tensor(0.5), torch.ones(7)])
+def test_what_is_the_same_for_all_rows_is_refused_and_the_way_out_works(shared: torch.Tensor) -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)'weights'.*shared\.expand\(len\(rows\), \*shared\.shape\)"):
+        collated({"x": X, "weights": shared})
+    assert collated({"x": X, "weights": shared.expand(2, *shared.shape)})
