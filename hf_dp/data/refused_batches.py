@@ -12,9 +12,9 @@ from hf_dp.data.failing_rows import A_DICT
 from hf_dp.errors import ConfigurationError
 
 _PADDED = (
-    "use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', without packing "
-    "or padding_free, that returns tensors of shape (examples, ...) only. Several images of an example are its row "
-    "(examples, images, ...), for models that take them so; others take one each."
+    "use a padding collator (for example transformers.DataCollatorWithPadding) with return_tensors='pt', without "
+    "packing or padding_free, that returns tensors of shape (examples, ...) only. Several images of an example are its "
+    "row (examples, images, ...), for models that take them so; others take one each."
 )
 _SHARED = (
     "return tensors of shape (examples, ...) only, without packing. What is the same whatever the rows are (weights of "
