@@ -118,6 +118,16 @@ def _say_what_pads(error: Exception) -> str | None:
     )
 
 
+def _let_gradients_be_taken(error: Exception) -> str | None:
+    """What to do where a loss that takes gradients by itself is computed without them; None where that is not it."""
+    if "does not require grad and does not have a grad_fn" not in str(error):
+        return None
+    return (
+        "take gradients within the loss under `with torch.enable_grad():`, of an input, with constants in place of "
+        "parameters (p.detach()): the checks compute losses without gradients too, and so does evaluation."
+    )
+
+
 def _too_few_classes(error: Exception) -> str | None:
     """What to do where a label is beyond the outputs; None where `error` says something else."""
     found = re.search(r"Target (\d+) is out of bounds", str(error))
@@ -137,6 +147,31 @@ def _no_inputs(row: Any) -> str | None:
         "does not name. dataset.map(...) makes them of texts (tokenizer), of pictures or of sound (processor); a "
         "transform (with_transform) needs TrainingArguments(remove_unused_columns=False)."
     )
+
+
+def _of_no_row(rows: list[Any], run: Callable[[Any], object], error: Exception) -> str | None:
+    """What to do where two more of the `rows` fail as the first one does, which may not be to blame then; else None."""
+    others: list[Any] = []
+    for row in rows:
+        if len(others) < 2 and not any(is_same(row, one) for one in [rows[0], *others]):
+            others.append(row)
+    if len(others) < 2 or not all(_fails_with(error, row, run) for row in others):
+        return None
+    where = _in_a_model(error)
+    return (
+        f"others fail with the same words, so look first at what all share{'' if where is None else f', at {where}'}: "
+        "a config that says something else than the model is (num_labels, vocab_size), another model's tokenizer, a "
+        "dropped column (remove_unused_columns=False keeps it); where the model needs labels and is called without "
+        "them, override compute_per_example_loss(model, inputs). Else correct the rows (ids, labels, length)."
+    )
+
+
+def _fails_with(error: Exception, row: Any, run: Callable[[Any], object]) -> bool:
+    try:
+        run(row)
+    except Exception as another:  # noqa: BLE001 - whatever it is, it is compared
+        return (type(another), str(another)) == (type(error), str(error))
+    return False
 
 
 def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run: Callable[[Any], object]) -> None:
@@ -177,13 +212,16 @@ def refuse_rows_that_fail(dataset: Any, extremes: list[int], few: list[Any], run
                     f"dataset.filter(lambda row: len(row[{column!r}]) > 0); or give each a token, such as the end of a "
                     "text.",
                 ) from error
+            rows = [row, *(one for _, one in tried), *few]
             raise ConfigurationError(
                 f"{name} {failed}.",
                 why=why,
                 fix=keep_columns(error)
                 or _of_an_adapter(error)
                 or _too_few_classes(error)
+                or _let_gradients_be_taken(error)
                 or _no_inputs(row)
+                or _of_no_row(rows, run, error)
                 or "correct the row or leave it out: token ids are below the size of the vocabulary, labels of "
                 "classes whole numbers below num_labels (not True, not 1.0), texts no longer than the model has "
                 "positions (truncation=True). If all fail: remove_unused_columns=False keeps what Trainer dropped and "
@@ -219,6 +257,7 @@ def failures_refused() -> Iterator[None]:
             fix=keep_columns(error)
             or _of_an_adapter(error)
             or _say_what_pads(error)
+            or _let_gradients_be_taken(error)
             or "if some rows have what others lack, such as a picture, give it to all, or train on rows of one kind; "
             "of a model in few bits quantise weights alone, not activations. Else the traceback says where.",
         ) from error

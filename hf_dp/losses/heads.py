@@ -33,6 +33,14 @@ def classification(logits: Tensor, labels: Tensor, config: Any, label_smoothing:
                 fix="give several labels of an example as floats (0.0 and 1.0), and load the model with "
                 "problem_type='multi_label_classification'; or one number for each example.",
             )
+        if logits.dim() == 2 and logits.shape[-1] != (count := config.num_labels):
+            raise UnsupportedModelError(
+                f"the model's config has num_labels={count}, and its logits have {logits.shape[-1]} numbers for each "
+                "example.",
+                why="the config says which classes there are, and the loss is one of these.",
+                fix=f"make or load the model with num_labels={logits.shape[-1]}; of one whose head was put in by hand "
+                "set model.config.num_labels, and model.num_labels where it has it.",
+            )
         return F.cross_entropy(
             logits.view(-1, config.num_labels),
             labels.view(-1).long(),

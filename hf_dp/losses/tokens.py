@@ -43,7 +43,8 @@ def token_sums(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> 
         raise UnsupportedModelError(
             f"logits {tuple(logits.shape)} for labels {tuple(labels.shape)}.",
             why="one label for each position is needed.",
-            fix=f"{SAY_IT} ({BY_ITSELF}).",
+            fix="give each position a label, -100 where it has none (classes of texts ask for a model for sequence "
+            f"classification); or {SAY_IT} ({BY_ITSELF}); or train LoRA in place of an adapter that adds positions.",
         )
     may_overwrite = type(logits.grad_fn).__name__ in _DOES_NOT_KEEP_ITS_OUTPUT and not _is_kept(logits)
     losses: Tensor = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), label_smoothing, may_overwrite)  # type: ignore[no-untyped-call]

@@ -237,6 +237,9 @@ def refusal(names: list[str], what: str, reason: str, way: str = "") -> Unsuppor
     )
 
 
+HIDDEN_BY_FUNC = "torch.func (vmap, grad, jvp) hides the examples' axis", "call it on the whole batch, without it"
+
+
 def unsupported(
     operation: str, found: str, why: str, fix: str = "freeze the parameter, train with LoRA"
 ) -> UnsupportedModelError:

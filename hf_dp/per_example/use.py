@@ -113,6 +113,7 @@ class _RecordedUse(torch.autograd.Function):
                 names_of(call.watched.values()),
                 f"operation {call.rule.name}",
                 "the loss function differentiates it by itself, as gradient penalties do",
+                "compute what is differentiated there with constants in place of parameters, such as p.detach()",
             )
         needs_input = bool(ctx.needs_input_grad[1])
         # Detached: factors that held on to the graph would be held by it in turn, and never be freed.

@@ -35,7 +35,7 @@ from hf_dp.per_example.leaves import refusing_others
 from hf_dp.per_example.modules import named_modules, trained_in
 from hf_dp.per_example.precision import sum_dtypes
 from hf_dp.per_example.reading import Reader
-from hf_dp.per_example.rule import PLAIN, Axis, Bound, Operands, Rule, Use, refusal
+from hf_dp.per_example.rule import HIDDEN_BY_FUNC, PLAIN, Axis, Bound, Operands, Rule, Use, refusal
 from hf_dp.per_example.rules.composites import COMPOSITES
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, watched_when_whole
 from hf_dp.per_example.targets import targets_in_range
@@ -177,7 +177,7 @@ class Watch:
         if self.is_closed or any(w.source.watch is not self for w in watched):
             raise refusal(parameters, f"operation {name}", *KEPT)
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise refusal(parameters, f"operation {name}", "torch.func (vmap, grad, jvp) hides the examples' axis")
+            raise refusal(parameters, f"operation {name}", *HIDDEN_BY_FUNC)
         if rule is None and function in COMPOSITES:
             output = COMPOSITES[function](*args, **kwargs)
             if output is not NotImplemented:

@@ -12,11 +12,16 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import DataCollatorWithPadding, DistilBertForSequenceClassification, default_data_collator
+from transformers import (
+    DataCollatorWithPadding,
+    DistilBertForSequenceClassification,
+    TrainingArguments,
+    default_data_collator,
+)
 
 import hf_dp.data.extremes as extremes
 import hf_dp.per_example.checks.state as state
-from hf_dp import DPTrainer
+from hf_dp import DPTrainer, PrivacyConfig
 from hf_dp.data.failing_rows import NUMBERS, explained_in_a_step, failures_refused, refuse_rows_that_fail
 from hf_dp.errors import ConfigurationError, PreflightError, UnsupportedModelError
 from tests.data.test_telling_rows import ROWS, table
@@ -117,6 +122,51 @@ def test_labels_beyond_the_outputs_are_told_how_many_there_must_be() -> None:
     with pytest.raises(ConfigurationError, match="Target 2 is out of bounds") as caught:
         refuse_rows_that_fail([{"labels": 0}, {"labels": 2}], [0, 1], [], run)
     assert "num_labels=3 or more" in caught.value.fix
+
+
+def test_what_fails_of_each_row_is_no_fault_of_the_first() -> None:
+    def run(row: Any) -> Tensor:
+        return torch.zeros(1, 5).view(-1, 2)
+
+    with pytest.raises(ConfigurationError, match="shape '.-1, 2.' is invalid") as caught:
+        refuse_rows_that_fail(ROWS, [0, 1, 2], [], run)
+    assert caught.value.fix.startswith("others fail with the same words")
+    with pytest.raises(ConfigurationError, match="row 2 ") as caught:
+        refuse_rows_that_fail(ROWS, [0, 2, 1, 3], [], lambda row: 1 // (row["labels"]))
+    assert caught.value.fix.startswith("correct the row or leave it out")
+
+
+class Perturbed(DPTrainer):
+    """The loss beside one of inputs that are moved along a gradient, as adversarial training has it (FGM)."""
+
+    enables = True
+
+    def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        x, labels = inputs["x"], inputs["labels"]
+        with torch.set_grad_enabled(self.enables or torch.is_grad_enabled()):
+            moved = x.clone().requires_grad_()
+            fixed = torch.func.functional_call(model, {k: p.detach() for k, p in model.named_parameters()}, moved)
+            (gradient,) = torch.autograd.grad(F.cross_entropy(fixed, labels, reduction="sum"), moved)
+        return F.cross_entropy(model(x), labels, reduction="none") + F.cross_entropy(
+            model(x + gradient), labels, reduction="none"
+        )
+
+
+@pytest.mark.parametrize("enables", [False, True])
+def test_a_loss_that_takes_gradients_of_inputs_is_told_how(enables: bool, tmp_path: Path) -> None:
+    data = [{"x": torch.randn(3), "labels": i % 2} for i in range(8)]
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, max_steps=1, use_cpu=True, report_to="none")
+    args.remove_unused_columns = False
+    trainer = type("T", (Perturbed,), {"enables": enables})(
+        model=nn.Linear(3, 2), args=args, train_dataset=data, privacy=PrivacyConfig(noise_multiplier=1.0)
+    )
+    if enables:
+        trainer.train()
+        assert trainer.privacy_report().steps == 1
+    else:
+        with pytest.raises(ConfigurationError, match="does not require grad") as caught:
+            trainer.train()
+        assert caught.value.fix.startswith("take gradients within the loss under `with torch.enable_grad():`")
 
 
 def test_targets_that_are_no_classes_are_told_before_torch_reads_what_lies_there() -> None:

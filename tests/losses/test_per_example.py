@@ -13,12 +13,14 @@ from transformers import (
     AutoConfig,
     AutoModelForAudioClassification,
     AutoModelForMultipleChoice,
+    BertConfig,
     Trainer,
     TrainingArguments,
 )
 
 from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import check_own_loss, loss_kind, per_example_losses
+from hf_dp.losses.heads import classification
 from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.batch import take
 from hf_dp.per_example.checks.padding import check_padding
@@ -107,6 +109,11 @@ def test_three_problem_types(name: str, problem: str | None, labels: Tensor, cou
     batch = {**text_batch("sequence"), "labels": labels}
     model.eval()
     assert_own(model, batch)
+
+
+def test_a_head_with_other_classes_than_its_config_says_is_named() -> None:
+    with pytest.raises(UnsupportedModelError, match="num_labels=2, and its logits have 5 numbers for each example"):
+        classification(torch.zeros(3, 5), torch.tensor([0, 1, 4]), BertConfig(num_labels=2), 0.0)
 
 
 def test_failure_63_a_row_of_nothing_but_padding_numbers_adds_nothing() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_dp.errors import UnsupportedModelError
 from hf_dp.losses import tokens as tokenwise
 from hf_dp.per_example import record
 
@@ -146,3 +147,9 @@ def test_logits_of_a_recorded_head_are_known_not_to_be_kept() -> None:
     batch = {"x": torch.randn(3, 4, 5, generator=generator), "y": torch.randint(7, (3, 4), generator=generator)}
     record(nn.Linear(5, 7), loss, batch)
     assert set(seen) <= set(tokenwise._DOES_NOT_KEEP_ITS_OUTPUT)
+
+
+def test_labels_of_texts_for_a_model_of_tokens_are_told_which_model_they_ask_for() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"logits .2, 4, 3. for labels .2,.") as caught:
+        tokenwise.token_sums(torch.zeros(2, 4, 3), torch.tensor([0, 1]))
+    assert "sequence classification" in caught.value.fix

@@ -266,8 +266,9 @@ def penalised(create_graph: bool) -> Any:
 @pytest.mark.parametrize("create_graph", [True, False])
 def test_gradients_taken_inside_the_loss_are_refused(create_graph: bool) -> None:
     """They would be recorded as uses of their own, and second derivatives not at all."""
-    with pytest.raises(UnsupportedModelError, match=r"linear.weight.*(?s:.*)differentiates it by itself"):
+    with pytest.raises(UnsupportedModelError, match=r"linear.weight.*(?s:.*)differentiates it by itself") as caught:
         record(EXACT["folded"], penalised(create_graph), batch(3, 5, 4))
+    assert "constants in place of parameters" in caught.value.fix
 
 
 def test_a_checkpoint_that_returns_what_parameters_alone_give_is_told_of_the_other_kind() -> None:

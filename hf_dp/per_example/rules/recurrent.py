@@ -179,7 +179,8 @@ def _layers(cell: _Cell) -> Callable[..., Any]:
                 why="its rows lie point by point in time, those of all examples in the order of their lengths, and "
                 "none can be told to be one example's.",
                 fix="leave pack_padded_sequence out (of padded rows it is exact), and take of a row's outputs the one "
-                "at its last token.",
+                "at its last token; where it is bidirectional, the way back begins in the padding: give all rows one "
+                "width there (padding='max_length').",
             )
         each, directions = 4 if has_biases else 2, 2 if bidirectional else 1
         if len(weights) != num_layers * directions * each:

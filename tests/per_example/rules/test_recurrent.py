@@ -145,8 +145,9 @@ def test_packed_sequences_are_refused() -> None:
         return nn.utils.rnn.pad_packed_sequence(m.rnn(packed)[0], batch_first=True)[0]
 
     model = Small(run, rnn=nn.LSTM(4, 3, batch_first=True))
-    with pytest.raises(UnsupportedModelError, match="given a packed sequence"):
+    with pytest.raises(UnsupportedModelError, match="given a packed sequence") as caught:
         record(model, square, batch(3, 5, 4))
+    assert "bidirectional" in caught.value.fix
 
 
 def test_the_lists_of_weights_that_layers_keep_are_put_back() -> None:
