@@ -159,10 +159,10 @@ def _of_no_row(rows: list[Any], run: Callable[[Any], object], error: Exception) 
         return None
     where = _in_a_model(error)
     return (
-        f"others fail with the same words, so look first at what all share{'' if where is None else f', at {where}'}: "
-        "a config that says something else than the model is (num_labels, vocab_size), another model's tokenizer, a "
-        "dropped column (remove_unused_columns=False keeps it); where the model needs labels and is called without "
-        "them, override compute_per_example_loss(model, inputs). Else correct the rows (ids, labels, length)."
+        f"others fail with the same words: look first at what all share{'' if where is None else f', at {where}'}. A "
+        "config that is not the model's (num_labels, vocab_size), another tokenizer, a column that was dropped "
+        "(remove_unused_columns=False keeps it)? Where the model needs labels and is called without them, override "
+        "compute_per_example_loss(model, inputs). Else correct the rows."
     )
 
 
