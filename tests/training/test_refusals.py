@@ -87,6 +87,7 @@ def test_a_delta_that_only_the_number_of_rows_shows_to_be_bad(tmp_path: Path) ->
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy='sequential'"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"debug": "underflow_overflow"}, "debug='underflow_overflow'"),
         ({"torch_compile": True}, "torch_compile=True"),
         ({"optim": "lomo"}, "optim='lomo'"),
         ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}, "layerwise"),

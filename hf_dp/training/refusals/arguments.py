@@ -179,4 +179,10 @@ def _conflicts(args: Any, privacy: PrivacyConfig) -> list[tuple[str, str, str]]:
         "its noise on the embeddings is scaled by the padded length, so one long example changes its neighbours.",
         "leave it out; the noise of private training regularises as well.",
     )
+    refuse(
+        "underflow_overflow" in args.debug,
+        "debug='underflow_overflow'.",
+        "it ends the training where one example's activations are not finite, and prints what they were.",
+        "leave it out: such an example adds nothing to a step, and non_finite_examples in the log counts them.",
+    )
     return found
