@@ -82,6 +82,7 @@ OF_NOTHING: dict[str, tuple[Any, dict[str, Any]]] = {
     "repeated": (lambda m, x: x[:, 1:] + m.w.repeat(len(x), x.shape[1] - 1, 1), {"w": parameter(4)}),
     "looked up": (lambda m, x: m.w[before_the_last(x)], {"w": parameter(4, 4)}),
     "looked up by two": (lambda m, x: m.w[before_the_last(x), before_the_last(x)], {"w": parameter(4, 4)}),
+    "looked up by none": (lambda m, x: x + m.w[torch.zeros(0, dtype=torch.long)].sum(), {"w": parameter(4, 4)}),
     "an embedding": (lambda m, x: m.e(before_the_last(x)), {"e": nn.Embedding(4, 4)}),
     "a norm": (lambda m, x: m.n(x[:, 1:]), {"n": nn.LayerNorm(4)}),
     "a slope": (lambda m, x: m.a(x[:, 1:]), {"a": nn.PReLU()}),

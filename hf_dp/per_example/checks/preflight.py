@@ -134,9 +134,8 @@ def preflight(
         refuse_in_training()
     except UnseenUseError:
         with forked_rng(model), off_zero(model):
-            others = list(_of_others(model, loss_fn, few, tables, **known))
-        uses, read = (frozenset().union(*sets) for sets in zip(*((o.uses, o.read) for o in others), strict=True))
-        certificate = Certificate(certificate | uses, read=certificate.read | read)
+            for other in _of_others(model, loss_fn, few, tables, **known):
+                certificate = Certificate(certificate | other.uses, read=certificate.read | other.read)
         refuse_in_training()
     return certificate
 
