@@ -14,7 +14,7 @@ from hf_dp.per_example.filled import is_asked_to_write, is_writing
 from hf_dp.per_example.functions import Applied
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import PLAIN, SECOND, Axis, Bound, Operands, Rule, Use, refusal
-from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped, names_of, tensors_in
+from hf_dp.per_example.watched import Recording, Source, WatchedParameter, flatten, mapped, names_of, plain, tensors_in
 
 # Why there is no rule, and the way out, by a part of the operation's name.
 _REASONS = {
@@ -32,7 +32,7 @@ _IN_PLACE = (
     "give it inplace=False, with which it is exact",
 )
 
-KEPT = (
+_KEPT = (
     "it works on a value that was computed from the parameter in an earlier pass and kept",
     "compute it anew in each pass; or, where it is kept for evaluation, let go of it in the module's own train(mode)",
 )
@@ -56,6 +56,8 @@ _BROADCASTING = {
     *(getattr(torch.Tensor, f"__{name}__") for name in ("sub", "rsub", "truediv", "rtruediv", "pow", "rpow")),
     *(getattr(module, name) for name in _ELEMENTWISE for module in (torch, torch.Tensor)),
 }
+# What gives no tensor.
+_NUMBERS = {getattr(torch.Tensor, n) for n in ("item", "tolist", "__float__", "__int__", "__bool__", "__format__")}
 # What has a rule for parameters that broadcast against a first axis.
 _SUMS = {
     *(torch.add, torch.mul, torch.Tensor.add, torch.Tensor.mul),
@@ -269,6 +271,19 @@ def _along_second(
 
     read = {Use(name, parameter, SECOND, len(shape) + own) for parameter in parameters}
     return Copies(mapped(copy, args), mapped(copy, kwargs), read)
+
+
+def of_earlier_pass(function: Any, name: str, parameters: list[str], args: Any, kwargs: Any, *, is_over: bool) -> Any:
+    """What an operation gives of values that a pass which `is_over` has left, where no gradient is asked for: of a
+    penalty that is logged, say.
+
+    Raises:
+        UnsupportedModelError: of any other operation.
+    """
+    is_writing_one = is_writing(name) or is_asked_to_write(name, args, kwargs) or CHANGING.search(name)
+    if is_over and not is_writing_one and (function in _NUMBERS or not torch.is_grad_enabled()):
+        return function(*mapped(plain, args), **mapped(plain, kwargs))
+    raise refusal(parameters, f"operation {name}", *_KEPT)
 
 
 def name_of(function: Any) -> str:

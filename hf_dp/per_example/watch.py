@@ -39,7 +39,7 @@ from hf_dp.per_example.rule import HIDDEN_BY_FUNC, PLAIN, Axis, Bound, Operands,
 from hf_dp.per_example.rules.composites import COMPOSITES
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, watched_when_whole
 from hf_dp.per_example.targets import targets_in_range
-from hf_dp.per_example.use import CHANGING, KEPT, Call, copied, name_of, recorded, sorted_operands
+from hf_dp.per_example.use import CHANGING, Call, copied, name_of, of_earlier_pass, recorded, sorted_operands
 from hf_dp.per_example.watched import Source, WatchedParameter, flatten, in_place, mapped, names_of, plain, tensors_in
 
 Observer = Callable[[Use, Tensor, Axis], None]
@@ -175,7 +175,7 @@ class Watch:
         name = rule.name if rule else name_of(function)
         parameters = names_of(w.source for w in watched)
         if self.is_closed or any(w.source.watch is not self for w in watched):
-            raise refusal(parameters, f"operation {name}", *KEPT)
+            return of_earlier_pass(function, name, parameters, args, kwargs, is_over=self.is_closed)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise refusal(parameters, f"operation {name}", *HIDDEN_BY_FUNC)
         if rule is None and function in COMPOSITES:
