@@ -86,6 +86,11 @@ class Engine:
         self._switches = Switches()
 
     @property
+    def collate(self) -> Any:
+        """The user's function that makes batches of rows."""
+        return self._rows.collator.given
+
+    @property
     def _certificate(self) -> Certificate | None:
         return None if self._checks is None else self._checks.certificate
 

@@ -38,6 +38,7 @@ from hf_dp.training.saving import (
     with_each_once,
     write_claim,
 )
+from hf_dp.training.tokenizer_settings import tokenizers_as_given
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class PublishingMixin(RunsMixin):
             warn_of_no_record(self.model)
         if saves and os.path.realpath(directory) == os.path.realpath(str(self.args.output_dir)):
             self._finish_current_push()  # it reads the files that are about to be replaced
-        with saved_aside(directory) if saves else nullcontext(directory) as aside:
+        files = saved_aside(directory) if saves else nullcontext(directory)
+        with files as aside, tokenizers_as_given(self.processing_class, self.data_collator):
             super().save_model(str(aside), _internal_call=True)
             is_checkpoint = _internal_call and output_dir is not None
             if plugin is not None and not is_checkpoint and "FULL" not in str(plugin.state_dict_type):

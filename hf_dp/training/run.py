@@ -36,6 +36,7 @@ from hf_dp.training.resuming.origin import refuse_unsaid_origin, warn_of_origin
 from hf_dp.training.resuming.resume import SavedRun, note_trained_by, refuse_trained_by_another
 from hf_dp.training.resuming.same_rows import OtherPeople
 from hf_dp.training.same_losses import check_together
+from hf_dp.training.tokenizer_settings import note_tokenizers
 
 
 class Run:
@@ -55,6 +56,7 @@ class Run:
 
     def __init__(self, plan: Plan, engine: Engine, before: Run | None = None, tokenizer: Any = None) -> None:
         self.plan, self.engine, self.tokenizer = plan, engine, tokenizer
+        note_tokenizers(tokenizer, engine.collate)
         self.parts = parts_of(plan.config)
         self.by_rows: dict[str, nn.Parameter] = {} if before is None else before.by_rows
         self.ledger = Ledger()
@@ -286,10 +288,8 @@ class Run:
         """What happened since the last call."""
         seen, self._statistics = self._statistics, dict.fromkeys(self._statistics, 0)
         clipped = seen["clipped"] / max(1, seen["examples"])
-        logs = Logs(
-            {} if self._magnitudes is None else self._magnitudes.known,
-            {"clipped_fraction": clipped, "non_finite_examples": seen["non_finite"]},
-        )
+        exact = {"clipped_fraction": clipped, "non_finite_examples": seen["non_finite"]}
+        logs = Logs({} if self._magnitudes is None else self._magnitudes.known, exact)
         for name, part in self.parts.items():
             logs |= part.logs().under(name)
         return logs

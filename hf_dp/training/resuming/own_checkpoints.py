@@ -27,6 +27,7 @@ from hf_dp.training.resuming.renamed import read_renamed
 from hf_dp.training.resuming.restoring import damage_is_named, refuse_half, settings_are_kept
 from hf_dp.training.resuming.resume import STATE_KEY, SavedRun
 from hf_dp.training.saving import with_each_once
+from hf_dp.training.tokenizer_settings import tokenizers_as_given
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ def write_model(folder: Path, model: Any, tokenizer: Any = None) -> None:
     else:
         save_file(with_each_once(model.state_dict()), folder / _WEIGHTS, metadata={"format": "pt"})
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        with tokenizers_as_given(tokenizer):
+            tokenizer.save_pretrained(folder)
 
 
 def write_checkpoint(
