@@ -59,26 +59,26 @@ def opening(plan: Plan, model: nn.Module | None = None, optimizer: Any = None) -
     return [f"Private training: {said}.", drawn, *_of_rates(plan.steps, model, optimizer)]
 
 
-def _of_rates(steps: int, model: nn.Module | None, optimizer: Any) -> list[str]:
-    # With a warm-up the rate of the first step is 0.
+def _of_rates(steps: int, model: nn.Module | None, optimizer: Any) -> Iterator[str]:
     optimizer = plain_optimizer(optimizer)
     groups = getattr(optimizer, "param_groups", [])
     rates = [group.get("initial_lr", group.get("lr")) for group in groups]
     if rates and all(rate == 0 for rate in rates):  # None is of an optimizer that finds its own
-        return ["Learning rate: 0. Unless something raises it, no weight moves, and steps are paid for."]
+        yield "Learning rate: 0. Unless something raises it, no weight moves, and steps are paid for."
+        return
+    if rates and all(group.get("lr") == 0 for group in groups):
+        yield "Warm-up: it begins at a learning rate of 0, so the first step is paid for and moves no weight."
     rate = max((float(rate or 0) for rate in rates), default=0.0)
     # What was measured is of adapters; a whole model may need far less.
     parameters = [] if model is None else list(model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    if not trained or trained * _FEW > sum(p.numel() for p in parameters):
-        return []
+    is_few = trained and trained * _FEW <= sum(p.numel() for p in parameters)
     usual = usual_rate(steps)
-    if "adam" not in type(optimizer).__name__.lower() or not 0 < rate * _LOW < usual:
-        return []
-    return [
-        f"Learning rate: {rate:.2g} moves each weight by some {rate * math.sqrt(steps):.1g} in all, since Adam divides "
-        f"by the noise, and private steps are few. hf-dp plan proposes {usual:.2g} for adapters in so many."
-    ]
+    if is_few and "adam" in type(optimizer).__name__.lower() and 0 < rate * _LOW < usual:
+        yield (
+            f"Learning rate: {rate:.2g} moves each weight by some {rate * math.sqrt(steps):.1g} in all, since Adam "
+            f"divides by the noise, and private steps are few. hf-dp plan proposes {usual:.2g} for adapters in so many."
+        )
 
 
 def _is_private(plan: Plan) -> bool:

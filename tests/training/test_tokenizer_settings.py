@@ -43,9 +43,7 @@ def test_failure_152_the_length_of_a_private_row_is_not_saved_with_the_tokenizer
     collator = Pads(a_tokenizer(set(WORDS)))
     parts = {"train_dataset": TEXTS, "data_collator": collator}
     parts |= {"processing_class": collator.tokenizer} if is_processing_class else {}
-    trainer = make(
-        tmp_path, parts=parts, remove_unused_columns=False, max_steps=1, save_strategy="steps", save_steps=1
-    )
+    trainer = make(tmp_path, parts=parts, remove_unused_columns=False, max_steps=1, save_strategy="steps", save_steps=1)
     for _ in range(2):  # a second training finds what the first has left
         trainer.train()
         trainer.save_model(str(tmp_path / "saved"))
