@@ -177,20 +177,20 @@ class Certificate(frozenset[Use]):
     def covers(self, uses: Iterable[Use]) -> bool:
         """Whether all `uses` were seen; folded with one row for each example is the same as not folded.
 
-        Of experts that are alike but for their numbers one speaks for others that no row of the check was given. Whose
-        their rows are follows from no shape.
+        Of experts that are alike but for their numbers one speaks for others that no row of the check was given, where
+        whose their rows are follows from no shape: it is followed, or a loop took them out of the batch.
         """
         same = {"batch": "folded", "folded": "batch"}
         return all(
             u in self
             or u._replace(reading=same.get(u.reading, u.reading)) in self
-            or (u.reading == ROUTED and _without_number(u) in self._routed)
+            or _without_number(u) in self._of_experts
             for u in uses
         )
 
     @cached_property
-    def _routed(self) -> frozenset[Use]:
-        return frozenset(_without_number(use) for use in self if use.reading == ROUTED)
+    def _of_experts(self) -> frozenset[Use]:
+        return frozenset(_without_number(use) for use in self if use.reading in (ROUTED, ALONE))
 
     @cached_property
     def readings(self) -> Readings:
