@@ -125,6 +125,7 @@ def by_autograd(
     args: Any,
     kwargs: Any,
     make: Callable[[Tensor, Constant, bool], WatchedParameter],
+    is_sharded: bool = False,
 ) -> Any:
     """What any operation on constants returns, with constants for tensors.
 
@@ -132,6 +133,8 @@ def by_autograd(
 
     Args:
         make: makes one of a value, of what gathers its gradients, and of whether no other shares its memory.
+        is_sharded: whether FSDP2 frees the memory of parameters when their module's backward pass is over; what the
+            products need of them is copied.
 
     Raises:
         RuntimeError: the operation changes one of its arguments.
@@ -147,17 +150,22 @@ def by_autograd(
 
     tensors = [plain(a) for a in tensors_in(args, kwargs)]
     versions = [t._version for t in tensors]
+    freed = set(map(_memory, tensors)) if is_sharded else set[int]()
+
+    def keep(saved: Tensor) -> Tensor:
+        # Detached, since a result that is saved would hold on to the graph that holds it.
+        return saved.detach().clone() if freed and _memory(saved) in freed else saved.detach()
+
     # Gradient checkpointing must not compute again, under vmap, what is kept here.
-    # Detached, since a result that is saved would hold on to the graph that holds it.
-    kept = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
+    kept = torch.autograd.graph.saved_tensors_hooks(keep, Tensor.detach)
     with torch.enable_grad(), kept, torch._C.DisableTorchFunctionSubclass():
         output = function(*mapped(leaf, args), **mapped(leaf, kwargs))
     if versions != [t._version for t in tensors]:
         raise RuntimeError("an operation in place")
-    check = _untouched([*tensors, *(o.detach() for o in tensors_in(output))])
+    check = _untouched([*tensors, *(o.detach() for o in tensors_in(output))], are_copied=is_sharded)
     parents, inputs = [p for p, _ in leaves.values()], [x for _, x in leaves.values()]
 
-    summands = summands_of(function, args, kwargs)
+    summands = None if is_sharded else summands_of(function, args, kwargs)
 
     def hand_on_routed(routed: Routed) -> None:
         check()
@@ -184,8 +192,11 @@ def _is_apart(value: Tensor, others: Iterable[Tensor]) -> bool:
     """Whether it has memory of its own."""
     if any(t.layout is not torch.strided for t in (value, *others)):
         return False
-    memory = value.untyped_storage().data_ptr()
-    return all(t.untyped_storage().data_ptr() != memory for t in others)
+    return all(_memory(t) != _memory(value) for t in others)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _products(value: Tensor, inputs: list[Tensor], gradients: Tensor) -> Iterable[Tensor | None]:
@@ -202,7 +213,7 @@ def _products(value: Tensor, inputs: list[Tensor], gradients: Tensor) -> Iterabl
         return [None if found[0] is None else torch.stack(found).to_dense() for found in zip(*rows, strict=True)]
 
 
-def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
+def _untouched(tensors: list[Tensor], are_copied: bool = False) -> Callable[[], None]:
     """Refuses, when it is called, what was changed in place since: autograd does not look at what is kept here."""
     versions = [(t, t._version) for t in tensors if not t.is_inference()]
     # PEFT takes these out and puts them back in each pass, and once more where a checkpoint computes again, which torch
@@ -213,12 +224,12 @@ def _untouched(tensors: list[Tensor]) -> Callable[[], None]:
         counted = [(t, n) for t, n in versions if t._version != n]
         refuse_changed((t, n) for t, n in counted if id(t) not in told or not _is_still(t, told[id(t)]))
         # FSDP2 frees the memory of whole parameters when their module's backward pass is over.
-        whole = (t for t, _ in versions if t.numel() and t.layout is torch.strided)
+        whole = (t for t, _ in versions if t.numel() and t.layout is torch.strided and not are_copied)
         if not all(t.untyped_storage().nbytes() for t in whole):
             raise UnsupportedModelError(
                 "a value is computed from parameters alone, some of which FSDP2 shards.",
                 why="its gradient needs them whole after the backward pass, when they are no longer.",
-                fix="use DDP, or LoRA without DoRA and the like, or freeze these parameters.",
+                fix="use DDP, or freeze these parameters.",
             )
 
     return check

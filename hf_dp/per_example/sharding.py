@@ -215,6 +215,20 @@ def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in model.modules() if isinstance(m, FSDPModule)) if ranks.in_group() else iter(())
 
 
+def is_of_shards(function: Any) -> bool:
+    """Whether it is a hook or a Function of FSDP2, by which it sees how far a backward pass has come."""
+    owner = getattr(function, "__self__", function)
+    return str(getattr(owner, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+def hook_of_shards(tensor: Tensor, hook: Any) -> Any:
+    """Nothing, for a hook of FSDP2 on what is computed from parameters alone; NotImplemented for any other.
+
+    No gradient comes by there in the backward pass, and what is handed on after it needs no parameter.
+    """
+    return None if is_of_shards(hook) else NotImplemented
+
+
 def summed_over_shards(values: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
     """The sum of numbers, of which those found from shards are added up over all ranks too.
 

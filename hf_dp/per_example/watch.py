@@ -74,6 +74,7 @@ class Watch:
     # Whether products are in full precision as the backward pass begins.
     are_in_full: bool = False
     is_closed: bool = False
+    is_sharded: bool = False
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     # Of uses that are computed again, which examples (B,) then come out otherwise.
     differing: list[Tensor] = field(default_factory=list)
@@ -126,7 +127,7 @@ class Watch:
             UnsupportedModelError: a compiled module, or a gradient reached a parameter behind the watch's back.
         """
         reshard(model)
-        # A model may have thousands of modules; for each micro-batch it is walked through as seldom as can be.
+        # It may have thousands of modules, and is walked through as seldom as can be for each micro-batch.
         named = named_modules(model)
         refuse_compiled(modules := [module for _, module in named])
         refuse_unknown_shards(modules)
@@ -144,7 +145,7 @@ class Watch:
 
         sharded = {id(p): name for name, p in originals.items() if isinstance(p, DTensor)}
         watched = {id(p): watch(name, p) for name, p in originals.items() if id(p) not in sharded}
-        self.factors = {name: [] for name in originals}
+        self.factors, self.is_sharded = {name: [] for name in originals}, bool(sharded)
         self.sum_dtypes = sum_dtypes(originals)
         try:
             with in_place(modules, originals, watched), functions_seen(), self.reader.followed(model.modules()):
@@ -257,7 +258,7 @@ class Watch:
         if not torch.is_grad_enabled():
             return function(*mapped(plain, args), **mapped(plain, kwargs))
         try:
-            return by_autograd(function, args, kwargs, functools.partial(self._constant, parameters))
+            return by_autograd(function, args, kwargs, functools.partial(self._constant, parameters), self.is_sharded)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

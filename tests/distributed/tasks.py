@@ -46,7 +46,10 @@ FURTHER = {
     "vit": ("vit", "image"),
     "llama lora and head": ("modules_to_save, untied head", "causal_lm"),
     "tied llama lora and embedding": ("modules_to_save, tied", "causal_lm"),
+    # Values computed from parameters alone: of one layer, and handed on from the first layer to the others.
+    "llama dora": ("DoRA", "causal_lm"),
     "t5": ("t5", "seq2seq"),
+    "deberta": ("deberta-v2", "sequence"),
 }
 # Its output has a bias that is trained.
 OF_WORDS = {"bert of words": ("bert", "masked_lm")}
@@ -58,16 +61,13 @@ def kind_of(name: str) -> tuple[str, str]:
 
 
 def built(name: str, seed: int = 0) -> nn.Module:
-    """One of the models, in float32; the same everywhere. Of "..., norms alone" nothing else is trained, of
-    "..., positions frozen" everything but the relative ones."""
+    """One of the models, in float32; the same everywhere. Of "..., norms alone" nothing else is trained."""
     torch.manual_seed(seed)
     kind, head = kind_of(name)
     model = adapted(kind, torch.float32) if kind in ADAPTERS else tiny(kind, head, torch.float32)
     for key, p in model.named_parameters():
         if name.endswith(", norms alone"):
             p.requires_grad_("norm" in key)
-        elif name.endswith(", positions frozen"):
-            p.requires_grad_("relative" not in key)
     return model
 
 
@@ -226,7 +226,7 @@ def trained_in_shards(
 ) -> dict[str, Any]:
     """As `trained`, under FSDP2 as accelerate sets it up."""
     # accelerate splits these models' embeddings and then what is in them, which torch refuses.
-    names = {"bert": "BertLayer", "vit": "ViTLayer"}
+    names = {"bert": "BertLayer", "vit": "ViTLayer", "deberta": "DebertaV2Layer"}
     layers = {"transformer_layer_cls_to_wrap": [names[name]]} if name in names else {}
     with fsdp2_on_cpu():
         config = {"version": 2, **SHARDS, **layers, **(sharding or {})}
@@ -352,12 +352,8 @@ def refusal(path: str, what: str) -> str:
         kind = device().type
         if what == "HSDP by hand":
             fully_shard(model, mesh=init_device_mesh(kind, (2, 1), mesh_dim_names=("replicate", "shard")))
-        elif what == "relative positions in shards":
-            model = shard(built("t5").to(device()))
         elif what == "a sparse table in shards by hand":
             Tables.of({"table": shard(model, "whole").model.embed_tokens.weight})
-        elif what == "DoRA in shards":
-            model = fully_shard(adapted("DoRA", torch.float32).to(device()), mesh=init_device_mesh(kind, (2,)))
         elif what == "a DTensor by hand":
             head = model.lm_head
             head.weight = nn.Parameter(distribute_tensor(head.weight, init_device_mesh(kind, (2,)), [Shard(0)]))

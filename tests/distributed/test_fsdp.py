@@ -117,11 +117,9 @@ def test_through_trainer(tmp_path: Path, pair: Gang, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "checkpointing"),
     [
-        *(pytest.param(name, False, marks=pytest.mark.slow) for name in FURTHER if name != "t5"),
-        pytest.param("t5, positions frozen", True, marks=pytest.mark.slow),
-        pytest.param("t5, positions frozen", False, marks=pytest.mark.slow),
+        *(pytest.param(name, False, marks=SLOW[name not in ("llama dora", "t5")]) for name in FURTHER),
         # ALBERT knows no checkpointing.
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in FURTHER if name not in ("t5", "albert")),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in FURTHER if name != "albert"),
     ],
 )
 def test_further_models(pair: Gang, name: str, checkpointing: bool) -> None:
@@ -134,8 +132,8 @@ def test_further_models(pair: Gang, name: str, checkpointing: bool) -> None:
 def test_a_tie_that_accelerate_breaks(tmp_path: Path, pair: Gang) -> None:
     """T5's encoder and decoder hold its embedding in modules of their own. accelerate breaks this tie since it splits
     embeddings by themselves, and keeps it before."""
-    alone = pair.alone_once(trained_alone, "t5, positions frozen")
-    for kind, found in pair.attempt(trained_in_shards, str(tmp_path / "two"), "t5, positions frozen", 2):
+    alone = pair.alone_once(trained_alone, "t5")
+    for kind, found in pair.attempt(trained_in_shards, str(tmp_path / "two"), "t5", 2):
         if kind == "error":
             assert "UnsupportedModelError" in found
             assert "encoder.embed_tokens.weight" in found
@@ -185,7 +183,7 @@ def test_evaluation_between_steps(tmp_path: Path, pair: Gang) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS, "albert"])
+@pytest.mark.parametrize("name", [*MODELS, "albert", "llama dora"])
 def test_in_two_passes_shards_agree_with_one_process(tmp_path: Path, pair: Gang, name: str) -> None:
     alone = pair.alone_once(trained_alone, name)
     for found in pair.run(trained_in_shards, str(tmp_path / "two"), name, 2, {"passes": 2}):

@@ -17,8 +17,6 @@ REFUSED = {
     "sparse embeddings in shards": "sparse embeddings with FSDP2",
     "a sparse table in shards by hand": "table is to have a sparse private gradient, and is in shards",
     "HSDP by hand": "HSDP",
-    "relative positions in shards": "SelfAttention.relative_attention_bias.weight is used by operation",
-    "DoRA in shards": "computed from parameters alone, some of which FSDP2 shards",
     "a DTensor by hand": "tensor parallelism or another DTensor layout",
 }
 

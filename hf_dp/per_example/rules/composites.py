@@ -1,8 +1,7 @@
 """Operations that hide the axis of the examples, written out in operations that do not.
 
-`nn.MultiheadAttention` puts positions first and examples second before it uses its parameters. The same attention with
-the examples first is a few matrix products, for which there are rules; and so is a sum in Einstein's notation. Others
-hide nothing, and are few steps of what has a rule: PReLU, bags of embeddings, distances.
+Attention of `nn.MultiheadAttention`, and sums in Einstein's notation. Others hide nothing, and are few steps of what
+has a rule: PReLU, bags of embeddings, distances.
 """
 
 from __future__ import annotations
@@ -19,67 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_dp.per_example.followed.axes import is_plainly_folded
+from hf_dp.per_example.rules.attention import attention
 from hf_dp.per_example.rules.recurrent import LAYERS
+from hf_dp.per_example.sharding import hook_of_shards
 from hf_dp.per_example.watched import WatchedParameter
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Any,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
-    extras = (bias_k, bias_v, static_k, static_v)
-    if query.dim() != 3 or add_zero_attn or (is_causal and attn_mask is None) or any(e is not None for e in extras):
-        return NotImplemented
-    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
-    if query is key is value and not use_separate_proj_weight:
-        projected: Any = F.linear(query.transpose(0, 1), in_proj_weight, in_proj_bias).chunk(3, -1)
-    else:
-        weights = weights if use_separate_proj_weight else in_proj_weight.chunk(3)
-        given = (query, key, value)
-        projected = [F.linear(x.transpose(0, 1), w, b) for x, w, b in zip(given, weights, biases, strict=True)]
-    q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in projected)
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if attn_mask is not None:
-        mask = _added(attn_mask, scores)
-        scores = scores + (mask.view_as(scores) if mask.dim() == 3 and len(mask) > 1 else mask)
-    if key_padding_mask is not None:
-        scores = scores + _added(key_padding_mask, scores)[:, None, None]
-    attention = scores.softmax(-1)
-    mixed = F.dropout(attention, dropout_p, training) @ v
-    output = F.linear(mixed.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias).transpose(0, 1)
-    if not need_weights:
-        return output, None
-    return output, attention.mean(1) if average_attn_weights else attention
-
-
-def _added(mask: Tensor, scores: Tensor) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=scores.dtype, device=mask.device).masked_fill(mask, float("-inf"))
 
 
 def _einsum(equation: Any, *operands: Any) -> Any:
@@ -280,7 +222,7 @@ def _written(target: Tensor, index: Any, value: Any) -> Any:
 #: operation -> the same by other operations, or NotImplemented for arguments that it does not know.
 COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
-        F.multi_head_attention_forward: _attention,
+        F.multi_head_attention_forward: attention,
         torch.einsum: _einsum,
         torch.sparse.mm: _sparse_product,
         **dict.fromkeys((torch.bmm, torch.Tensor.bmm), _products),
@@ -295,6 +237,7 @@ COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         **dict.fromkeys((torch.index_select, torch.Tensor.index_select), _rows),
         **dict.fromkeys((torch.repeat_interleave, torch.Tensor.repeat_interleave), _copies),
         torch.Tensor.__setitem__: _written,
+        torch.Tensor.register_hook: hook_of_shards,
         **LAYERS,
     }
 )
