@@ -22,7 +22,7 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.rule import Axis, Backward, Bound, Operands, Rule, Saved, refusal
-from hf_dp.per_example.sharding import is_of_shards
+from hf_dp.per_example.sharding import passes_on
 from hf_dp.per_example.waiting import answers_at_once
 from hf_dp.per_example.watched import WatchedParameter, flatten, mapped, names_of, plain, watched_in
 
@@ -69,7 +69,7 @@ def functions_seen() -> Iterator[None]:
         # Reentrant checkpoints are given code, and whatever it uses.
         if not watched or any(map(callable, flatten((args, kwargs)))):
             return unseen(cls, *args, **kwargs)
-        if is_of_shards(cls):  # which gives what it is given, and waits for gradients, of which constants get none
+        if passes_on(cls):  # no gradient comes to constants in the backward pass
             passed = iter(unseen(cls, *(a for a in args if not isinstance(a, WatchedParameter)), **kwargs))
             return tuple(a if isinstance(a, WatchedParameter) else next(passed) for a in args[1:])
         return watched[0].source.watch.call(Applied(cls, unseen), args, kwargs, watched)

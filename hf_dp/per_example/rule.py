@@ -117,6 +117,8 @@ class Rule:
         features: number of trailing axes of the input that are not example or position axes.
         is_orderless: whether axes that are no features may change places, if no option of a `Bound` denies it.
         is_sorted: what it does follows from the order of the input's rows, whose examples `order` of the axis says.
+        reads_parameters: whether `backward` reads what they hold, and not their shapes alone, also without the input's
+            gradient. Of a constant input autograd finds the gradients then.
         is_product: autocast computes it in fewer bits, of an input cast to these; that cast is saved in its place then.
     """
 
@@ -128,6 +130,7 @@ class Rule:
     is_product: bool = False
     is_orderless: bool = False
     is_sorted: bool = False
+    reads_parameters: bool = False
 
 
 class Use(NamedTuple):

@@ -215,10 +215,9 @@ def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in model.modules() if isinstance(m, FSDPModule)) if ranks.in_group() else iter(())
 
 
-def is_of_shards(function: Any) -> bool:
-    """Whether it is a hook or a Function of FSDP2, by which it sees how far a backward pass has come."""
-    owner = getattr(function, "__self__", function)
-    return str(getattr(owner, "__module__", "")).startswith("torch.distributed.fsdp.")
+def passes_on(function: Any) -> bool:
+    """Whether it is the Function of FSDP2 that gives what it is given, and tells when all gradients of it have come."""
+    return _is_of_fsdp(function) and function.__name__ == "RegisterPostBackwardFunction"
 
 
 def hook_of_shards(tensor: Tensor, hook: Any) -> Any:
@@ -226,7 +225,11 @@ def hook_of_shards(tensor: Tensor, hook: Any) -> Any:
 
     No gradient comes by there in the backward pass, and what is handed on after it needs no parameter.
     """
-    return None if is_of_shards(hook) else NotImplemented
+    return None if _is_of_fsdp(getattr(hook, "__self__", hook)) else NotImplemented
+
+
+def _is_of_fsdp(found: Any) -> bool:
+    return str(getattr(found, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def summed_over_shards(values: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:

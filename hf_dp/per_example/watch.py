@@ -240,7 +240,7 @@ class Watch:
         is_doubtful = self.reader.is_doubtful(rule, given, axis, is_known=not isinstance(function, Applied))
         self._note(rule.name, parameters, given, axis, is_doubtful)
         if axis.reading == "constant":
-            if given is None or rule.features > 1:
+            if given is None or rule.features > 1 or rule.reads_parameters:
                 refused = refusal(parameters, f"operation {rule.name}", "its rows are not the examples")
                 return self._on_constants(function, args, kwargs, parameters, refused)
             if not torch.is_grad_enabled():

@@ -56,7 +56,7 @@ def instantiating(name: str, bind: Callable[..., Bound], function: Function, *, 
         factors: dict[str, Factors | None] = {r: PerExample(g) for r, g in zip(roles, found, strict=False)}
         return found[-1].reshape(saved[0].shape) if needs_input else None, factors
 
-    return Rule(name, bind, forward, backward, features)
+    return Rule(name, bind, forward, backward, features, reads_parameters=True)
 
 
 def _lifted(value: Any, dtype: torch.dtype) -> Any:

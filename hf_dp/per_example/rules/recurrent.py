@@ -157,7 +157,9 @@ def _backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, ne
     return torch.cat([(at_inputs @ weight_ih).flatten(1), *at_before], 1), factors
 
 
-RECURRENT: Mapping[Any, Rule] = MappingProxyType({recurrence: Rule("recurrence", _bind, _forward, _backward)})
+RECURRENT: Mapping[Any, Rule] = MappingProxyType(
+    {recurrence: Rule("recurrence", _bind, _forward, _backward, reads_parameters=True)}
+)
 
 
 def _layers(cell: _Cell) -> Callable[..., Any]:

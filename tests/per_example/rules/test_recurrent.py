@@ -111,6 +111,18 @@ def test_first_states_that_are_learnt(function: Any, size: int) -> None:
     assert relative_error(found, loop(model, square, data)) <= 1e-12
 
 
+@pytest.mark.parametrize("size", [1, 3, 5])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_layers_over_what_all_examples_share(kind: str, size: int) -> None:
+    """A table of positions that is not trained, say."""
+    table = torch.randn(1, 5, 4, dtype=torch.float64)
+    rnn = _KINDS[kind](4, 4, batch_first=True)
+    model = Small(lambda m, x: (m.first(x) + m.rnn(table)[0]).cos(), first=nn.Linear(4, 4), rnn=rnn)
+    data = batch(size, 5, 4)
+    found = record(model, square, data, certificate=preflight(model, square, batch(3, 5, 4)))
+    assert relative_error(found, loop(model, square, data)) <= 1e-12
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_states_of_cells_may_be_changed_in_place(kind: str) -> None:
     def run(m: Any, x: Tensor) -> Tensor:
