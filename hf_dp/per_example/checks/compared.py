@@ -27,6 +27,7 @@ def compare(
     engine: PerExampleGradients,
     oracle: Truth,
     weights: Tensor,
+    scales: Tensor,
     dtypes: Set[torch.dtype],
     parameters: Mapping[str, Tensor],
 ) -> None:
@@ -34,6 +35,7 @@ def compare(
 
     Args:
         weights: (B,), of the sums.
+        scales: (B,), by which the losses of the engine were multiplied.
 
     Raises:
         PreflightError: with the parameter.
@@ -48,12 +50,14 @@ def compare(
             why="there is nothing to compare, and where no example has a gradient, budget is spent on noise alone.",
             fix="look at the losses of single examples: are there labels (not all -100), is everything finite?",
         )
-    squares, true_norms = (n.where(finite, 0) for n in (engine.squared_norms().double(), oracle.norms))
+    scales = scales.to(weights)
+    unscaled = engine.squared_norms().double() / scales.square()
+    squares, true_norms = (n.where(finite, 0) for n in (unscaled, oracle.norms))
     # Of a gradient that is nothing, the terms of the square cancel but for rounding, of which the root is no rounding.
     is_same = (squares - true_norms.square()).abs() <= _ROUNDING * true_norms.square().sum()
     found_norms = true_norms.where(is_same, squares.sqrt())
     ours, rows = engine.zeros(besides=oracle.rows), {name: RowSum(name, parameters[name]) for name in oracle.rows}
-    engine.add_weighted_sum_(as_sums(ours, parameters), weights.where(finite, 0), rows)
+    engine.add_weighted_sum_(as_sums(ours, parameters), (weights / scales).where(finite, 0), rows)
     truth = {**oracle.sums, **{name: sums.coalesced()[1] for name, sums in oracle.rows.items()}}
     sizes = {name: _norm(expected, parameters[name]) for name, expected in truth.items()}
     whole = math.hypot(*sizes.values())

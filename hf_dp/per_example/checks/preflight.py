@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hf_dp.ranks as ranks
@@ -49,6 +49,8 @@ from hf_dp.per_example.watch import Watch
 logger = logging.getLogger(__name__)
 
 _Checked = TypeVar("_Checked")
+# So many examples are asked for branches of their own.
+_MOST = 12
 
 
 @uncompiled()
@@ -123,20 +125,23 @@ def preflight(
 
         watch, order = _with_enough_bits(model, batch, check)
     certificate = Certificate(watch.uses, read=watch.read | seen | seen.read)
-    few = take(batch, [order[i % len(order)] for i in range(size)])
 
-    def refuse_in_training() -> None:
+    def refuse_in_training(few: Batch) -> None:
         # What its mode alone does (dropout, checkpoints) must not be refused only after the start.
         with forked_rng(model), passing_gradients(model):
             refuse_differing(record(model, loss_fn, few, certificate=certificate, rules=rules, tables=tables).differing)
 
-    try:
-        refuse_in_training()
-    except UnseenUseError:
+    for first in range(0, min(len(order), _MOST), size):
+        lot = order[first : first + size]
+        few = take(batch, [lot[i % len(lot)] for i in range(size)])
+        with suppress(UnseenUseError):
+            refuse_in_training(few)
+            continue
         with forked_rng(model), off_zero(model):
-            for other in _of_others(model, loss_fn, few, tables, **known):
+            others = sorted({*lot} - {*order[:DIFFERENT]})
+            for other in _of_others(model, loss_fn, batch, others, order[0], tables, size=size, **known):
                 certificate = Certificate(certificate | other.uses, read=certificate.read | other.read)
-        refuse_in_training()
+        refuse_in_training(few)
     return certificate
 
 
@@ -191,12 +196,18 @@ def _check_gradients(
     size = batch_size(batch)
     # As many examples as no other axis has, of which more than three different ones show no more.
     batch = take(batch, [i % DIFFERENT for i in range(size)])
+    # Powers of two, which round nothing, and others for copies: what these take from one another would be their own.
+    scales = torch.arange(size, dtype=torch.float64).remainder(7).sub(3).exp2()
+
+    def weighted(model: Any, batch: Batch) -> Tensor:
+        losses = loss_fn(model, batch)
+        return losses * scales.to(losses)
 
     def checked(numbers: Numbers) -> Watch:
         numbers = letting_go(model, numbers)
         watch = Watch(Reader(size, readings=readings), rules, tables=frozenset(tables))
         with numbers(size):
-            losses = watch.run(model, loss_fn, batch)
+            losses = watch.run(model, weighted, batch)
         refuse_differing(most_differing(watch.differing))
         parameters = trainable(model)
         found = PerExampleGradients(losses, watch.factors, parameters, frozenset(watch.uses), watch.versions)
@@ -204,7 +215,7 @@ def _check_gradients(
         truth = Truth.of(model, loss_fn, batch, weights, tables, numbers)
         # A frozen base in bf16 rounds what reaches an adapter in float32.
         dtypes = watch.dtypes | {p.dtype for p in model.parameters() if p.is_floating_point()}
-        compare(found, truth, weights, dtypes, parameters)
+        compare(found, truth, weights, scales, dtypes, parameters)
         return watch
 
     with in_mode(model, training=False):
@@ -212,17 +223,25 @@ def _check_gradients(
 
 
 def _of_others(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, tables: Collection[str], **known: Any
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    others: Sequence[int],
+    first: int,
+    tables: Collection[str],
+    *,
+    size: int,
+    **known: Any,
 ) -> Iterator[Watch]:
-    """The same of further examples, which may take what no first one does, beside the first, which has a gradient."""
-    size = batch_size(batch)
+    """The same of each of `others`, which may take what no first one does: beside a copy, which shows what it takes of
+    others like it, and beside the first, which has a gradient."""
 
     def check(few: Batch, dtype: torch.dtype | None) -> tuple[Watch, list[int]]:
         return _check_gradients(model, loss_fn, few, tables, **known), []
 
-    for i in range(DIFFERENT, size, 2):
-        three = 0, i, min(i + 1, size - 1)
-        yield _with_enough_bits(model, take(batch, [three[k % DIFFERENT] for k in range(size)]), check)[0]
+    for i in others:
+        few = take(batch, [(i, first, i)[k % DIFFERENT] for k in range(size)])
+        yield _with_enough_bits(model, few, check)[0]
 
 
 def check_modules(model: nn.Module) -> None:

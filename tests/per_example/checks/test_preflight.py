@@ -365,23 +365,3 @@ def test_the_oracle_goes_through_examples_one_by_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(oracle, "loop", spied)
     preflight(Small(lambda m, x: m.linear(x).cos(), linear=nn.Linear(4, 4)), square, batch(3, 5, 4))
     assert sizes == [1] * 3
-
-
-def rarely(m: Any, x: Tensor) -> Tensor:
-    """Rows that begin high go through a layer of their own."""
-    h, is_rare = m.usual(x), x[:, 0, 0] > 10
-    if is_rare.any():
-        h = h.clone()
-        h[is_rare] = m.rare(h[is_rare]).cos()
-    return h.cos()
-
-
-@pytest.mark.parametrize("place", [0, 2, 3, 4])
-def test_a_branch_that_one_example_takes_is_certified_wherever_it_stands(place: int) -> None:
-    model, data = Small(rarely, usual=nn.Linear(4, 4), rare=nn.Linear(4, 4)), batch(5, 6, 4)
-    data["x"][place, 0, 0] = 20
-    certificate = preflight(model, square, data)
-    for size in (1, 2, 5):
-        few = {"x": data["x"].roll(-place, 0)[:size]}
-        found = record(model, square, few, certificate=certificate)
-        assert relative_error(found, loop(model, square, few)) <= 1e-10
