@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from hf_dp.errors import UnsupportedModelError
+from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses.kinds import SAY_IT, base_model
 from hf_dp.losses.outputs import named
 
@@ -27,13 +28,29 @@ def own_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         (B,) the losses. It takes about B times as long as one pass over all, and no checkpointing of gradients.
 
     Raises:
-        UnsupportedModelError: the model returns no loss, or no single number.
+        UnsupportedModelError: the model returns no loss, or no single number; or is in shards (FSDP2), whose ranks must
+            call it as often as one another.
+        ConfigurationError: no tensor of `batch` has rows.
     """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UnsupportedModelError(
+            "own_losses of a model that FSDP2 keeps in shards.",
+            why="it calls the model once for each example, and ranks whose shares have other numbers of them would wait "
+            "for one another for ever.",
+            fix="use DDP, or a loss that calls the model once for all examples.",
+        )
     given = {name: value for name, value in batch.items() if name != "num_items_in_batch"}
-    size = next(len(value) for value in given.values() if isinstance(value, Tensor))
+    size = next((len(value) for value in given.values() if isinstance(value, Tensor) and value.dim()), None)
+    if size is None:
+        raise ConfigurationError(
+            f"a batch of {', '.join(given) or 'nothing'} holds no tensor with a row for each example.",
+            why="how many losses there are, and of which rows, is read from that.",
+            fix="give own_losses what the collator returns: a mapping of tensors (B, ...).",
+        )
 
     def own(value: Any, i: int) -> Any:
-        has_each = isinstance(value, (Tensor, list)) and len(value) == size
+        has_each = isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
+        has_each = has_each and len(value) == size
         return value[i : i + 1] if has_each else value
 
     return torch.stack([_loss(model, {name: own(value, i) for name, value in given.items()}) for i in range(size)])

@@ -94,3 +94,15 @@ def test_a_loss_that_an_example_alone_does_not_have_is_refused() -> None:
 
     with pytest.raises((UnsupportedModelError, ConfigurationError)):
         preflight(Keeping(None).double(), own_losses, tokens(3))
+
+
+def test_what_has_no_rows_is_handed_on_and_a_batch_without_rows_is_refused() -> None:
+    def loss(values: Tensor, scale: Tensor, names: list[str], kind: str) -> Tensor:
+        assert (len(values), len(names), kind) == (1, 1, "abc")
+        return (values * scale).sum()
+
+    batch = {"scale": torch.tensor(2.0), "values": torch.arange(3.0), "names": ["a", "b", "c"], "kind": "abc"}
+    assert own_losses(loss, batch).tolist() == [0, 2, 4]  # type: ignore[arg-type]
+    for empty in ({}, {"scale": torch.tensor(2.0)}):
+        with pytest.raises(ConfigurationError, match="no tensor with a row for each example"):
+            own_losses(loss, empty)  # type: ignore[arg-type]
