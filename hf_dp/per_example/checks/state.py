@@ -260,15 +260,14 @@ def is_saved(owner: nn.Module, last: str) -> bool:
 
 
 def _put_back(model: nn.Module, buffers: Buffers, attributes: Attributes) -> tuple[list[str], list[str], list[Switch]]:
-    """Saved buffers that are not what they were before, what configurations hold that is not, and switches; now all
-    are as before."""
-    now, changed, written = _buffers_as_they_are(model), list[str](), list[str]()
-    switched = list[Switch]()
+    """Saved buffers that are other than before, what configurations hold that is, and switches; all are put back."""
+    now, changed, written, switched = _buffers_as_they_are(model), list[str](), list[str](), list[Switch]()
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name in {**now, **buffers}:
-        was, found = buffers.get(name), now.get(name)
-        if (name in now) is (name in buffers) and (found is None if was is None else equal(found, was[1])):
+        was, found, (path, _, last) = buffers.get(name), now.get(name), name.rpartition(".")
+        is_gone = was is None and path not in modules  # with its module, and it held nothing
+        if is_gone or ((name in now) is (name in buffers) and (found is None if was is None else equal(found, was[1]))):
             continue
-        path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
         changed += [name] if is_saved(owner, last) and not (was is None and found is None) else []
         # Whoever asks whether there is one, and of which value, gets the answer of before.

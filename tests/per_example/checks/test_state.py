@@ -53,3 +53,11 @@ def test_a_name_that_comes_and_goes_with_no_value_is_no_change() -> None:
     with unchanged_state(model):
         del model.early
     assert dict(model._buffers) == {"early": None}
+
+
+def test_a_module_with_a_buffer_without_a_value_may_be_gone() -> None:
+    """Also from where a pass has taken it, as layers of torch that keep no statistics have such buffers."""
+    model = nn.Module()
+    model.norm = nn.BatchNorm1d(4, track_running_stats=False)
+    with unchanged_state(model):
+        del model.norm
