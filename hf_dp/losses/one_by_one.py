@@ -32,11 +32,12 @@ def own_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             call it as often as one another.
         ConfigurationError: no tensor of `batch` has rows.
     """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    if any(isinstance(module, FSDPModule) for module in modules):
         raise UnsupportedModelError(
             "own_losses of a model that FSDP2 keeps in shards.",
-            why="it calls the model once for each example, and ranks whose shares have other numbers of them would wait "
-            "for one another for ever.",
+            why="it calls the model once for each example, and ranks whose shares have other numbers of these would "
+            "wait for one another for ever.",
             fix="use DDP, or a loss that calls the model once for all examples.",
         )
     given = {name: value for name, value in batch.items() if name != "num_items_in_batch"}

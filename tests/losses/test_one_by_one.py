@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hf_dp.errors import ConfigurationError, UnsupportedModelError
 from hf_dp.losses import own_losses, per_example_losses
@@ -106,3 +107,10 @@ def test_what_has_no_rows_is_handed_on_and_a_batch_without_rows_is_refused() -> 
     for empty in ({}, {"scale": torch.tensor(2.0)}):
         with pytest.raises(ConfigurationError, match="no tensor with a row for each example"):
             own_losses(loss, empty)  # type: ignore[arg-type]
+
+
+def test_of_a_model_in_shards_they_are_refused_by_name() -> None:
+    model = tiny("gpt2", "causal_lm")
+    model.__class__ = type("FSDPGPT2", (FSDPModule, type(model)), {})
+    with pytest.raises(UnsupportedModelError, match="that FSDP2 keeps in shards"):
+        own_losses(model, text_batch("causal_lm", 2, 4))
