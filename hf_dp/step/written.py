@@ -17,7 +17,7 @@ from hf_dp.per_example.checks.memory import buffers_told, write_of
 from hf_dp.per_example.modules import named_parameters, parameters_of
 from hf_dp.per_example.sharding import local, total_norm
 from hf_dp.per_example.watched import flatten
-from hf_dp.step.alone import Alone, refuse_others
+from hf_dp.step.alone import Alone, closure_of, refuse_others, refuse_spoilt
 from hf_dp.step.remembered import Remembered, refuse_loading
 
 Mark = tuple[Tensor, int, int, int]
@@ -51,10 +51,10 @@ class WrittenGradients:
     Args:
         optimizer: as accelerate wrapped it, or plain.
         around: what is told of it.
-        model: that no other may move meanwhile; None where that is looked at elsewhere.
+        model: that no other may move meanwhile, where a loop (`around`) does not look at that itself.
 
     Raises:
-        ConfigurationError: an optimizer that calls no hooks before its step.
+        ConfigurationError: an optimizer that calls no hooks before its step; or see `refuse_spoilt`.
     """
 
     def __init__(self, optimizer: Any, around: Around | None = None, model: nn.Module | None = None) -> None:
@@ -71,8 +71,9 @@ class WrittenGradients:
                 fix="call super().__init__(params, defaults) of torch.optim.Optimizer in its constructor.",
             )
         _refuse_hooks_within(self._optimizer)
+        refuse_spoilt(model)
         _HELD.add(self._optimizer)
-        self._alone = Alone(self._optimizer, model)
+        self._alone = Alone(self._optimizer, model if around is None else None)
         self._remembered = Remembered(self._optimizer)
         self._listen()
 
@@ -123,7 +124,7 @@ class WrittenGradients:
         # Torch calls the hooks again in super().step() of a subclass, which may have clipped by then.
         if not self._alone.depth:
             try:
-                self._compare(optimizer, kwargs.get("closure", args[1] if len(args) > 1 else None))
+                self._compare(optimizer, closure_of(args, kwargs))
                 self._remembered.refuse_other()
             except ConfigurationError:
                 self._drop(optimizer)
@@ -136,7 +137,6 @@ class WrittenGradients:
         self._alone.depth -= 1
         if not self._alone.depth:
             self._remembered.note()
-            self._alone.note()
         # Once for each private step: whoever looks at it calls `refuse_untaken`.
         if self._around is not None and not self._alone.depth and self._taken and self._marks:
             self._around.after()
@@ -249,7 +249,7 @@ def _count_writes(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
 
     But for those of private trainings that are at work.
     """
-    refuse_others(optimizer)
+    refuse_others(optimizer, closure_of(args, kwargs))
     if optimizer in _HELD:
         return
     written = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -166,7 +166,7 @@ class Run:
         refuse_broken_ties(self._ties, model)
         restored, by_rows = checkpoint is not None, self.by_rows.values()
         refuse_optimizer(optimizer, model, is_complete=True, is_restored=restored, by_rows=by_rows)
-        self._written = WrittenGradients(optimizer, around, self.model if around is None else None)
+        self._written = WrittenGradients(optimizer, around, model)
         self._magnitudes = Magnitudes(self.plan, model, self.by_rows)
         say("\n".join(opening(self.plan, model, optimizer)))
         self.engine.by_rows, self.engine.passes = self.by_rows, self.plan.config.passes

@@ -31,6 +31,19 @@ def by_a_fused_one(model: nn.Module) -> None:
     optimizer.step()
 
 
+def by_one_that_asks_for_gradients(model: nn.Module) -> None:
+    """As LBFGS, and loops that give a closure: before its step there are none."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.zero_grad()
+
+    def closure() -> Any:
+        loss = model(**pad(rows(8))).loss
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
 def of_what_is_frozen(model: nn.Module) -> None:
     frozen = [p for p in model.parameters() if not p.requires_grad]
     for p in frozen:
@@ -55,7 +68,10 @@ class Between(TrainerCallback):
             self.act(model)
 
 
-@pytest.mark.parametrize("act", [by_an_optimizer, by_a_fused_one, of_what_is_frozen])
+ACTS = [by_an_optimizer, by_a_fused_one, by_one_that_asks_for_gradients, of_what_is_frozen]
+
+
+@pytest.mark.parametrize("act", ACTS)
 def test_an_optimizer_of_a_callback_moves_nothing(tmp_path: Path, act: Callable[[Any], None]) -> None:
     model = classifier()
     for p in model.distilbert.embeddings.parameters():

@@ -113,6 +113,42 @@ def test_nor_in_what_is_saved_when_the_last_step_was_made(tmp_path: Path, event:
         trainer.save_model(str(tmp_path / "model"))
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_nor_what_is_written_between_a_private_step_and_that_of_the_optimizer(tmp_path: Path, step: int) -> None:
+    trainer = trainer_with(tmp_path, At("on_pre_optimizer_step", step, update_statistics))
+    with pytest.raises(ConfigurationError, match="a private step, after .* has changed the saved buffer norm"):
+        trainer.train()
+    assert trainer.ledger.steps == step + 1
+
+
+def test_nor_what_is_written_there_in_the_last_step(tmp_path: Path) -> None:
+    trainer = trainer_with(tmp_path, At("on_pre_optimizer_step", STEPS - 1, update_statistics))
+    trainer.train()
+    with pytest.raises(ConfigurationError, match="saving a model, after .* has changed the saved buffer norm"):
+        trainer.save_model(str(tmp_path / "model"))
+
+
+def test_a_training_does_not_begin_with_what_another_left_changed(tmp_path: Path) -> None:
+    """It would be paid for, and refused when it is saved."""
+    trainer = trainer_with(tmp_path, callback := At("on_train_end", STEPS, update_statistics))
+    trainer.train()
+    trainer.remove_callback(callback)
+    with pytest.raises(ConfigurationError, match="training a model, after something else"):
+        trainer.train()
+    assert trainer.ledger.steps == STEPS
+
+
+def test_a_checkpoint_from_before_the_change_goes_on_in_the_same_model(tmp_path: Path) -> None:
+    callback = At("on_step_end", 2, update_statistics)
+    trainer = trainer_with(tmp_path, callback, save_strategy="steps", save_steps=1)
+    with pytest.raises(ConfigurationError, match="saving a model, after something else"):
+        trainer.train()
+    trainer.remove_callback(callback)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    trainer.save_model(str(tmp_path / "model"))
+    assert (tmp_path / "model" / "privacy.json").exists()
+
+
 def test_copies_what_is_not_saved_and_evaluations_are_let_pass(tmp_path: Path) -> None:
     def harmless(model: Any) -> None:
         update_statistics(copy.deepcopy(model))
