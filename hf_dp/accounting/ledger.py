@@ -46,7 +46,8 @@ class Ledger:
         self.sealed: set[str] = set()
         self.own_steps = 0
         self.own_labels: set[str] = set()
-        self._epsilons: dict[tuple[float, AccountantName], float] = {}
+        # By how much was charged: whoever asks in the middle of a charge (a signal's handler) is told of before it.
+        self._epsilons: dict[tuple[int, float, AccountantName], float] = {}
 
     def charge(self, event: dp.DpEvent, label: str = TRAINING_STEP, count: int = 1) -> None:
         """Record that `event` is about to be released `count` times.
@@ -62,7 +63,6 @@ class Ledger:
                 fix="charge a whole number of at least 1 before each release.",
             )
         primitives(event)
-        self._epsilons.clear()
         if label == TRAINING_STEP:
             self.own_steps += count
         else:
@@ -107,9 +107,8 @@ class Ledger:
         return dp.ComposedDpEvent([dp.SelfComposedDpEvent(event, count) for event, count, _ in self._entries])
 
     def epsilon(self, delta: float, accountant: AccountantName = "pld") -> float:
-        """Epsilon at `delta` of everything charged, in nats; see `hf_dp.accounting.epsilon`. Remembered until the
-        next charge."""
-        key = (delta, accountant)
+        """Epsilon at `delta` of everything charged, in nats; see `hf_dp.accounting.epsilon`. Remembered."""
+        key = (self.charges, delta, accountant)
         if key not in self._epsilons:
             self._epsilons[key] = epsilon(self.event, delta, accountant)
         return self._epsilons[key]

@@ -140,8 +140,9 @@ def test_a_promise_that_json_cannot_hold_is_refused():
         Ledger(promise={"delta": math.nan})
 
 
-def interrupted(act, number):
-    """Whether `act` came to its instruction `number` (from 1) of this file, and was interrupted there."""
+def interrupted(act, number, by=None):
+    """Whether `act` came to its instruction `number` (from 1) of this file, and was interrupted there, by a
+    KeyboardInterrupt, or by what returns."""
     seen = 0
 
     def trace(frame, event, argument):
@@ -152,7 +153,9 @@ def interrupted(act, number):
         if event == "opcode":
             seen += 1
             if seen == number:
-                raise KeyboardInterrupt
+                if by is None:
+                    raise KeyboardInterrupt
+                by()
         return trace
 
     before = sys.gettrace()
@@ -163,7 +166,7 @@ def interrupted(act, number):
         return True
     finally:
         sys.settrace(before)
-    return False
+    return seen >= number
 
 
 @pytest.mark.parametrize("label", ["training step", "probe"])
@@ -181,3 +184,15 @@ def test_whenever_a_charge_is_interrupted_nothing_before_it_is_lost_or_remembere
         assert ledger.epsilon(1e-5) == epsilon(ledger.event, 1e-5)
     assert number > 20
     assert ledger.charges == charges + 1
+
+
+@pytest.mark.parametrize("label", ["training step", "probe"])
+def test_whoever_looks_in_the_middle_of_a_charge_leaves_it_no_epsilon_of_before(charged, label):
+    """A handler of a signal that saves, and goes on; or another thread."""
+    ledger, number, is_looked_at = Ledger.from_dict(charged.to_dict()), 0, True
+    while is_looked_at:
+        number += 1
+        ledger = Ledger.from_dict(charged.to_dict())
+        is_looked_at = interrupted(lambda: ledger.charge(STEP, label), number, lambda: ledger.epsilon(1e-5))  # noqa: B023
+        assert ledger.epsilon(1e-5) == epsilon(ledger.event, 1e-5), number
+    assert number > 20
