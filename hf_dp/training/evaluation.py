@@ -80,7 +80,8 @@ class EvaluationMixin(TrainerBehind):
             ranks.warn(
                 logger,
                 "Evaluation changed %r, which is saved with the model; it was put back, since no noise is added to "
-                "what it remembers of these rows (register_buffer(..., persistent=False) is not saved).",
+                "what it remembers of these rows. What need not be saved belongs into no configuration, and into "
+                "buffers with register_buffer(..., persistent=False).",
                 new[0],
             )
         return output

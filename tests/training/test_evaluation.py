@@ -271,6 +271,7 @@ def test_failure_151_what_a_model_writes_into_its_configuration_is_not_saved_wit
     trainer.evaluate()
     assert model.config.to_dict() == noted
     assert caplog.text.count("which is saved with the model; it was put back") == 1
+    assert "belongs into no configuration" in caplog.text
 
 
 class Made(nn.Module):
