@@ -18,13 +18,14 @@ from hf_dp.errors import UnsupportedModelError
 from hf_dp.per_example.apart import Apart
 from hf_dp.per_example.bits import bits_of
 from hf_dp.per_example.factors import Factors, Outer, PerExample
+from hf_dp.per_example.functions import Applied
 from hf_dp.per_example.ieee import full_precision
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.low_rank import summands_of
 from hf_dp.per_example.norms import magnitude_of
 from hf_dp.per_example.routed import Routed
 from hf_dp.per_example.rule import Axis, Operands, Rule, Use, refusal, refuse_changed
-from hf_dp.per_example.watched import Source, WatchedParameter, mapped, plain, tensors_in
+from hf_dp.per_example.watched import Source, WatchedParameter, mapped, tensors_in
 
 
 @dataclass(eq=False)
@@ -134,35 +135,40 @@ def by_autograd(
     Args:
         make: makes one of a value, of what gathers its gradients, and of whether no other shares its memory.
         is_sharded: whether FSDP2 frees the memory of parameters when their module's backward pass is over; what the
-            products need of them is copied.
+            products need of them is copied, and a Function is given copies: it may keep what no hook sees.
 
     Raises:
         RuntimeError: the operation changes one of its arguments.
     """
     leaves: dict[int, tuple[Source, Tensor]] = {}
+    is_copied = is_sharded and isinstance(function, Applied)
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, WatchedParameter):
-            return value
+            return value.clone() if is_copied and isinstance(value, Tensor) else value
         if id(value) not in leaves:
-            leaves[id(value)] = value.source, value.source.plain.detach().requires_grad_()
+            whole = value.source.plain.detach()
+            leaves[id(value)] = value.source, (whole.clone() if is_copied else whole).requires_grad_()
         return leaves[id(value)][1]
 
-    tensors = [plain(a) for a in tensors_in(args, kwargs)]
+    given = mapped(leaf, args), mapped(leaf, kwargs)
+    tensors = [t.detach() if t.requires_grad else t for t in tensors_in(given)]
     versions = [t._version for t in tensors]
-    freed = set(map(_memory, tensors)) if is_sharded else set[int]()
+    freed = set(map(_memory, tensors)) if is_sharded and not is_copied else set[int]()
+    needed: list[Tensor] = []
 
     def keep(saved: Tensor) -> Tensor:
         # Detached, since a result that is saved would hold on to the graph that holds it.
-        return saved.detach().clone() if freed and _memory(saved) in freed else saved.detach()
+        needed.append(saved.detach().clone() if freed and _memory(saved) in freed else saved.detach())
+        return needed[-1]
 
     # Gradient checkpointing must not compute again, under vmap, what is kept here.
     kept = torch.autograd.graph.saved_tensors_hooks(keep, Tensor.detach)
     with torch.enable_grad(), kept, torch._C.DisableTorchFunctionSubclass():
-        output = function(*mapped(leaf, args), **mapped(leaf, kwargs))
+        output = function(*given[0], **given[1])
     if versions != [t._version for t in tensors]:
         raise RuntimeError("an operation in place")
-    check = _untouched([*tensors, *(o.detach() for o in tensors_in(output))], are_copied=is_sharded)
+    check = _untouched([*tensors, *(o.detach() for o in tensors_in(output))], needed if is_sharded else None)
     parents, inputs = [p for p, _ in leaves.values()], [x for _, x in leaves.values()]
 
     summands = None if is_sharded else summands_of(function, args, kwargs)
@@ -213,8 +219,11 @@ def _products(value: Tensor, inputs: list[Tensor], gradients: Tensor) -> Iterabl
         return [None if found[0] is None else torch.stack(found).to_dense() for found in zip(*rows, strict=True)]
 
 
-def _untouched(tensors: list[Tensor], are_copied: bool = False) -> Callable[[], None]:
-    """Refuses, when it is called, what was changed in place since: autograd does not look at what is kept here."""
+def _untouched(tensors: list[Tensor], needed: list[Tensor] | None = None) -> Callable[[], None]:
+    """Refuses, when it is called, what was changed in place since: autograd does not look at what is kept here.
+
+    And where FSDP2 has freed what of them is `needed` (by default all).
+    """
     versions = [(t, t._version) for t in tensors if not t.is_inference()]
     # PEFT takes these out and puts them back in each pass, and once more where a checkpoint computes again, which torch
     # counts as writes.
@@ -224,7 +233,7 @@ def _untouched(tensors: list[Tensor], are_copied: bool = False) -> Callable[[], 
         counted = [(t, n) for t, n in versions if t._version != n]
         refuse_changed((t, n) for t, n in counted if id(t) not in told or not _is_still(t, told[id(t)]))
         # FSDP2 frees the memory of whole parameters when their module's backward pass is over.
-        whole = (t for t, _ in versions if t.numel() and t.layout is torch.strided and not are_copied)
+        whole = (t for t in (tensors if needed is None else needed) if t.numel() and t.layout is torch.strided)
         if not all(t.untyped_storage().nbytes() for t in whole):
             raise UnsupportedModelError(
                 "a value is computed from parameters alone, some of which FSDP2 shards.",

@@ -36,6 +36,7 @@ from hf_dp.per_example.modules import named_modules, trained_in
 from hf_dp.per_example.precision import sum_dtypes
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.rule import HIDDEN_BY_FUNC, PLAIN, Axis, Bound, Operands, Rule, Use, refusal
+from hf_dp.per_example.rules import may_read_parameters
 from hf_dp.per_example.rules.composites import COMPOSITES
 from hf_dp.per_example.sharding import refuse_unknown_shards, reshard, watched_when_whole
 from hf_dp.per_example.targets import targets_in_range
@@ -240,7 +241,7 @@ class Watch:
         is_doubtful = self.reader.is_doubtful(rule, given, axis, is_known=not isinstance(function, Applied))
         self._note(rule.name, parameters, given, axis, is_doubtful)
         if axis.reading == "constant":
-            if given is None or rule.features > 1 or rule.reads_parameters:
+            if given is None or rule.features > 1 or may_read_parameters(rule, function, self.is_sharded):
                 refused = refusal(parameters, f"operation {rule.name}", "its rows are not the examples")
                 return self._on_constants(function, args, kwargs, parameters, refused)
             if not torch.is_grad_enabled():
@@ -294,7 +295,6 @@ class Watch:
         if isinstance(factors, Outer) and name not in self.tables:
             with nullcontext() if self.are_in_full else full_precision(factors.device):
                 factors = without_idle(factors).settled()
-        for tensor in (factors.left.tensor, factors.right.tensor) if isinstance(factors, Outer) else (factors.values,):
-            if not tensor.is_inference():
-                self.versions.append((tensor, tensor._version))
+        kept = (factors.left.tensor, factors.right.tensor) if isinstance(factors, Outer) else (factors.values,)
+        self.versions += [(tensor, tensor._version) for tensor in kept if not tensor.is_inference()]
         self.factors[name].append(factors)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hf_dp.accounting import truncated
+from tests.distributed.computed import summed_of_computed
 from tests.distributed.experts import refused_of_a_forgetful_model, summed
 from tests.distributed.gang import Gang
 from tests.distributed.sending import sent_in_one_step
@@ -205,3 +206,11 @@ def test_failure_149_ranks_whose_examples_come_to_other_experts(
 def test_a_gradient_that_does_not_come_again_is_no_wait_of_the_others(pair: Gang) -> None:
     for refused in pair.run(refused_of_a_forgetful_model):
         assert "the gradient of embedding.weight came at another time" in refused
+
+
+@pytest.mark.parametrize("kind", ["function", "rule"])
+def test_what_is_kept_of_parameters_after_the_backward_pass(pair: Gang, kind: str) -> None:
+    """By a Function on its context, and by a rule of one's own that reads them for a gradient that is not needed."""
+    alone = pair.alone(summed_of_computed, kind, False)
+    for found in pair.run(summed_of_computed, kind, True):
+        assert farthest(found, alone) < 1e-12

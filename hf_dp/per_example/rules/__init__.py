@@ -30,3 +30,9 @@ class _Table(dict[Any, Rule]):
 RULES: Mapping[Any, Rule] = MappingProxyType(
     _Table({**LINEAR, **LOOKUPS, **NORMALISATION, **ELEMENTWISE, **CONVOLUTIONS, **RECURRENT, **EXPERTS})
 )
+
+
+def may_read_parameters(rule: Rule, function: Any, are_freed: bool) -> bool:
+    """Whether its backward pass reads parameters without need, or, where they are freed by then, none knows that it
+    does not: it is a rule of one's own."""
+    return rule.reads_parameters or (are_freed and RULES.get(function) is not rule)
