@@ -35,8 +35,10 @@ def tokenizers_as_given(*holders: Any) -> Iterator[None]:
 
 
 def _tokenizers(holders: tuple[Any, ...]) -> set[Any]:
-    collators = (getattr(holder, "data_collator", holder) for holder in holders)
-    found = [one for each in collators for one in (each, getattr(each, "tokenizer", None))]
+    collators = [getattr(holder, "data_collator", holder) for holder in holders]
+    # A processor may have a second one (InstructBLIP).
+    found = [one for each in collators for one in (each, *getattr(each, "__dict__", {}).values())]
+    found += [getattr(each, "tokenizer", None) for each in collators]
     return {one for one in found if hasattr(getattr(one, "backend_tokenizer", None), "enable_truncation")}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,3 +79,12 @@ def test_what_was_set_before_is_saved_and_what_a_call_set_is_there_again() -> No
     assert (backend.truncation, backend.padding) == left
     assert left[0] is None
     assert left[1]["pad_to_multiple_of"] == 4
+
+
+def test_failure_152_nor_are_further_tokenizers_of_a_processor() -> None:
+    tokenizer = a_tokenizer(set(WORDS))
+    processor = SimpleNamespace(image_processor=None, tokenizer=a_tokenizer(set(WORDS)), qformer_tokenizer=tokenizer)
+    note_tokenizers(processor)
+    tokenizer(["a b"], truncation=True, max_length=5, padding="max_length")
+    with tokenizers_as_given(processor):
+        assert (tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding) == (None, None)
