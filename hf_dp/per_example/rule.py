@@ -180,20 +180,20 @@ class Certificate(frozenset[Use]):
     def covers(self, uses: Iterable[Use]) -> bool:
         """Whether all `uses` were seen; folded with one row for each example is the same as not folded.
 
-        Of experts that are alike but for their numbers one speaks for others that no row of the check was given, where
-        whose their rows are follows from no shape: it is followed, or a loop took them out of the batch.
+        Of experts that are alike but for their numbers one speaks for others that no row of the check was given. Whose
+        their rows are follows from no shape.
         """
         same = {"batch": "folded", "folded": "batch"}
         return all(
             u in self
             or u._replace(reading=same.get(u.reading, u.reading)) in self
-            or _without_number(u) in self._of_experts
+            or (u.reading == ROUTED and _without_number(u) in self._routed)
             for u in uses
         )
 
     @cached_property
-    def _of_experts(self) -> frozenset[Use]:
-        return frozenset(_without_number(use) for use in self if use.reading in (ROUTED, ALONE))
+    def _routed(self) -> frozenset[Use]:
+        return frozenset(_without_number(use) for use in self if use.reading == ROUTED)
 
     @cached_property
     def readings(self) -> Readings:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hf_dp.errors import HfDpError
 from hf_dp.per_example import apart, loop, preflight, record
-from hf_dp.per_example.passes import record_in_two_passes
 from hf_dp.per_example.reading import Reader
 from tests.per_example.small import Small, batch, relative_error, square
 from tests.per_example.test_apart import LENGTH, Way, hidden, members
@@ -153,21 +152,3 @@ def test_where_nothing_loops_no_use_is_asked_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Reader, "_alone", None)
     monkeypatch.setattr(Reader, "one_of", None)
     record(model, square, batch(4, LENGTH, 4), certificate=certificate)
-
-
-def by_numbers_of_experts(m: Any, x: Tensor) -> Tensor:
-    """Each example's own, which its first number says."""
-    experts = [m.experts[int(first > 50)] for first in x[:, 0, 0].tolist()]
-    return torch.stack([expert(rows) for expert, rows in zip(experts, hidden(m, x), strict=True)])
-
-
-@pytest.mark.parametrize("recorded", [record, record_in_two_passes])
-def test_an_expert_of_a_loop_speaks_for_those_that_no_row_of_the_check_was_given(recorded: Any) -> None:
-    experts = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
-    model, data = Small(by_numbers_of_experts, **members(), experts=experts), batch(4, LENGTH, 4)
-    certificate = preflight(model, square, batch(3, LENGTH, 4))
-    assert not any(use.parameter.startswith("experts.1") for use in certificate)
-    data["x"][1, 0, 0] += 100
-    truth = loop(model, square, data)
-    assert bool(truth.weighted_sum(torch.ones(4))["experts.1.weight"].any())
-    assert relative_error(recorded(model, square, data, certificate=certificate), truth) <= 1e-12
