@@ -238,6 +238,8 @@ def test_a_model_that_hides_no_token_with_its_cache_is_told_of_it() -> None:
     model: Any = FSMTForConditionalGeneration(config).eval()
     ids = torch.randint(3, 20, (3, 6))
     batch = {"input_ids": ids, "decoder_input_ids": ids.roll(1, 1), "labels": ids}
+    if model(**{name: batch[name] for name in ("input_ids", "decoder_input_ids")}).logits.shape[1] == 1:
+        pytest.skip("with its cache this version of Transformers gives one position alone, which is refused as such")
     with pytest.raises(UnsupportedModelError, match=r"(?s)Without its cache.*model\.config\.use_cache = False"):
         check_own_loss(model, batch)
     assert model.config.use_cache
