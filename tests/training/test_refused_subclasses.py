@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -96,17 +97,19 @@ def test_failure_22_subclasses_that_would_bypass_the_private_step(tmp_path: Path
     refused(tmp_path, ConfigurationError, words, kind=kind)
 
 
+STEP: Any = DPTrainerMixin.training_step
+
+
 class Twice(Trainer):
     """A loop of one's own, in which each batch is for two steps."""
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        step = self.training_step
+        def twice(trainer: Any, model: Any, inputs: Any, *given: Any) -> Tensor:
+            found: Tensor = STEP(trainer, model, dict(inputs), *given) + STEP(trainer, model, dict(inputs), *given)
+            return found
 
-        def twice(model: Any, inputs: Any, *given: Any) -> Tensor:
-            return step(model, dict(inputs), *given) + step(model, dict(inputs), *given)
-
-        self.training_step = twice  # type: ignore[method-assign]
-        return super()._inner_training_loop(*args, **kwargs)
+        with mock.patch.object(DPTrainerMixin, "training_step", twice):
+            return super()._inner_training_loop(*args, **kwargs)
 
 
 class FirstEpoch(Trainer):
@@ -120,11 +123,11 @@ class Others(Trainer):
     """Micro-batches that were not drawn."""
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        step = self.training_step
-        self.training_step = lambda model, inputs, *given: step(  # type: ignore[method-assign]
-            model, {"micro_batches": inputs["micro_batches"]}, *given
-        )
-        return super()._inner_training_loop(*args, **kwargs)
+        def of_others(trainer: Any, model: Any, inputs: Any, *given: Any) -> Any:
+            return STEP(trainer, model, {"micro_batches": inputs["micro_batches"]}, *given)
+
+        with mock.patch.object(DPTrainerMixin, "training_step", of_others):
+            return super()._inner_training_loop(*args, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +150,9 @@ class AnotherModel(Trainer):
     """Steps with a model that nothing has checked."""
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        step, other = self.training_step, copy.deepcopy(self.model)
-        self.training_step = lambda model, *given: step(other, *given)  # type: ignore[method-assign]
-        return super()._inner_training_loop(*args, **kwargs)
+        other = copy.deepcopy(self.model)
+        with mock.patch.object(DPTrainerMixin, "training_step", lambda self, model, *given: STEP(self, other, *given)):
+            return super()._inner_training_loop(*args, **kwargs)
 
 
 @pytest.mark.slow
