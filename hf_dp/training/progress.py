@@ -67,7 +67,10 @@ def _of_rates(steps: int, model: nn.Module | None, optimizer: Any) -> Iterator[s
         yield "Learning rate: 0. Unless something raises it, no weight moves, and steps are paid for."
         return
     if rates and all(group.get("lr") == 0 for group in groups):
-        yield "Warm-up: it begins at a learning rate of 0, so the first step is paid for and moves no weight."
+        yield (
+            "Schedule: a rate of 0 in the step that comes first, which is paid for and moves no weight, as where a "
+            "warm-up begins."
+        )
     rate = max((float(rate or 0) for rate in rates), default=0.0)
     # What was measured is of adapters; a whole model may need far less.
     parameters = [] if model is None else list(model.parameters())

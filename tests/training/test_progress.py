@@ -123,7 +123,7 @@ def test_a_rate_of_adam_that_hardly_moves_anything_is_said(tmp_path: Path) -> No
     for optimizer in (torch.optim.Adam(weights, lr=1e-3), torch.optim.SGD(weights, lr=1e-5), None):
         assert len(opening(plan, model, optimizer)) == 2
     (warm,) = opening(plan, model[1], warming)[2:]  # all of it is trained
-    assert warm.startswith("Warm-up: it begins at a learning rate of 0")
+    assert warm.startswith("Schedule: a rate of 0 in the step that comes first")
 
 
 def test_a_rate_of_zero_is_said_whatever_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +134,7 @@ def test_a_rate_of_zero_is_said_whatever_is_trained(tmp_path: Path, capsys: pyte
     make(tmp_path / "warming", max_steps=2, warmup_steps=1, lr_scheduler_type="linear").train()
     said = capsys.readouterr().err
     assert "Learning rate" not in said
-    assert "the first step is paid for and moves no weight" in said
+    assert "which is paid for and moves no weight, as where a warm-up begins" in said
 
 
 @pytest.mark.parametrize("tell", [say, lambda message: ranks.warn(logging.getLogger("hf_dp.told"), message)])
