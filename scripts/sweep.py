@@ -54,8 +54,8 @@ BATCH_NORM, STILL = "is batch normalisation", "still"
 # Of a model whose own loss of each example, by itself, is trained.
 ALONE = "alone"
 _SIGNS = {TOLD: "*", STILL: "†", ALONE: "‡"}
-# Of what is refused, with what it is exact; of loops that take longer than is waited for here, held against one batch.
-_LOOPED = " Exact by `hf_dp.losses.own_losses`, for three examples in float32."
+# Of what is refused, with what it is exact, or may be.
+_LOOPED = " `hf_dp.losses.own_losses` gives its own loss of each example, and was not judged here."
 _WAYS = {
     **dict.fromkeys(("lxmert", "prophetnet", "dpt"), _LOOPED),
     "rwkv": " Exact with `model.config.rescale_every = 0`, since it divides weights whenever it is evaluated.",
