@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_dp.accounting import ClippingTerms
 
 # Room, in units of machine epsilon, for rounding in the coefficient itself and in the weighted sum.
-_MARGIN = 8.0
+_MARGIN = 32.0
 
 
 class Group(NamedTuple):

@@ -22,7 +22,7 @@ from hf_dp.per_example.long_sums import AT_ONCE, united, united_where_they_are
 from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.products import (
     BLOCK,
-    CUT_BLOCK,
+    SHORT_BLOCK,
     Doubt,
     add_weighted_,
     are_multiplied_as_they_are,
@@ -86,18 +86,18 @@ class Outer:
         dtype = self.right.values.dtype if isinstance(self.right, Dense) else torch.float32
         return replace(self, left=Dense(chosen.to(dtype)))
 
-    def instantiated(self, cut_block: int = CUT_BLOCK) -> PerExample:
-        """The (B, left.size, right.size) gradients themselves, in `full_precision`; `cut_block` as of `inner`."""
+    def instantiated(self, block: int = SHORT_BLOCK) -> PerExample:
+        """The (B, left.size, right.size) gradients themselves, in `full_precision`; `block` as of `inner`."""
         left, right = self.left, self.right
         if isinstance(left, Dense) and isinstance(right, Dense):
-            values = inner(left.values.mT, right.values, cut_block)
+            values = inner(left.values.mT, right.values, block)
             return PerExample(values.mul_(self.scale) if self.scale != 1.0 else values)
         if isinstance(left, OneHot) and isinstance(right, Dense):
             rows = accumulation(right.values)
             values = rows.new_zeros(rows.shape[0], left.size, right.size)
             values.scatter_add_(1, left.ids.unsqueeze(2).expand_as(rows), rows)
             return PerExample(values.mul_(self.scale))
-        return self.transposed.instantiated(cut_block).transposed
+        return self.transposed.instantiated(block).transposed
 
     def settled(self) -> Outer | PerExample:
         """Instantiated where `is_instantiated` says so, in `full_precision`.

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.precision import accumulation, sum_dtype
-from hf_dp.per_example.products import are_multiplied_as_they_are, inner
+from hf_dp.per_example.products import SHORT_BLOCK, are_multiplied_as_they_are, inner
 from hf_dp.per_example.waiting import answers_at_once
 
 # Gram matrices are split, to compute half of what is symmetric, down to so many positions.
 SMALLEST_BLOCK = 32
 # The same on tensor cores, where it takes longer to read rows once more than to compute with them.
 SMALLEST_ON_CORES = 256
-# So many features of all rows stay in a processor's cache, while all blocks are made of them.
-IN_CACHE = 1024
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,10 @@ class Dense:
         return F.pad(self.values, (0, 0, 0, positions)) if positions else self.values
 
     def parts(self) -> Iterator[Dense]:
-        """The same, with as many features at once as a processor's cache holds."""
+        """The same, with so few features at once that a processor's cache holds those of all rows."""
         if not answers_at_once(self.values.device):
             return iter([self])
-        return (Dense(accumulation(few)) for few in self.values.split(IN_CACHE, 2))
+        return (Dense(accumulation(few)) for few in self.values.split(SHORT_BLOCK, 2))
 
     def row_norms(self) -> Tensor:
         """(B, T) l2 norms of the rows."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.products import BLOCK, NO_DOUBT, Doubt, unsure
+from hf_dp.per_example.products import NO_DOUBT, Doubt, unsure
 
-# Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2.
+# Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2, but for that of
+# products (`unsure`).
 _ROUNDING = 8.0
 # Where the squares of numbers, in sums of 2^20, are no longer represented; in units of the root of the largest number.
 _LARGEST = 2.0**-11
@@ -62,13 +63,19 @@ class Lengths:
             return (self.scale * total).masked_fill(total > largest, math.inf)
         products, of_left, of_right = self.left * self.right, self.left.sum(-1), self.right.sum(-1)
         total = products.sum(-1)
-        times = 1 + max(self.doubt.widths) / BLOCK + unsure(self.doubt, products.ne(0)) / _ROUNDING
+        times = 1 + unsure(self.doubt, products.ne(0)) / _ROUNDING
         # Each entry of a Gram matrix may have lost as much as the smallest normal number in each of its products.
         limits = torch.finfo(total.dtype)
         lost = self.doubt.widths[0] * of_right.square() + self.doubt.widths[1] * of_left.square()
         magnitude: Tensor = (times * total.square() + lost * (limits.tiny / (_ROUNDING * limits.eps))).sqrt()
         # Gram matrices overflow where gradients do not yet.
         return (self.scale * magnitude).masked_fill(total + of_left + of_right > largest, math.inf)
+
+
+def most_times(lengths: Lengths) -> float:
+    """How many times as much rounding an example has at most as it would have if products were added up exactly."""
+    everywhere = torch.ones(1, lengths.left.shape[-1], dtype=torch.bool)
+    return 1.0 + float(unsure(lengths.doubt._replace(is_kept=False), everywhere)) / _ROUNDING
 
 
 def magnitudes(several: Sequence[Lengths]) -> list[Tensor]:

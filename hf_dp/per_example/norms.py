@@ -11,12 +11,12 @@ from torch import Tensor
 from hf_dp.per_example.chosen import SMALL, SUMMED_AT_ONCE
 from hf_dp.per_example.factors import DistinctRows, Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, gram, smallest_block
-from hf_dp.per_example.lengths import Lengths, joined, magnitudes, rounding
+from hf_dp.per_example.lengths import Lengths, joined, magnitudes, most_times, rounding
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.routed import Routed
 from hf_dp.per_example.waiting import answers_at_once
 
-# A squared norm that rounding may have moved by this part of itself is taken in float64.
+# A squared norm that rounding may have moved by this part of itself is taken in float64, sums of products apart.
 _DOUBTFUL = 2.0**-10
 # The longest sums that are left to one reduction: rounding grows with their length.
 _NORM_BLOCK = 512
@@ -130,7 +130,9 @@ def _refined(uses: Sequence[Factors], norms: Tensor, bound: Tensor) -> Tensor:
     """
     if norms.dtype == torch.float64 or not answers_at_once(norms.device):
         return norms
-    doubtful = bound.isfinite() & (bound > _DOUBTFUL * norms)
+    # Wherever the longest of a micro-batch reaches: which is taken so is no part of the promise.
+    times = max((most_times(lengths) for use in uses if (lengths := _lengths(use)) is not None), default=1.0)
+    doubtful = bound.isfinite() & (bound > _DOUBTFUL * times * norms)
     if not bool(doubtful.any()):
         return norms
     index = doubtful.nonzero().squeeze(1)
@@ -210,9 +212,13 @@ def _is_norm(use: Factors) -> bool:
     return isinstance(use, PerExample) and use.lengths is None
 
 
+def _lengths(use: Factors) -> Lengths | None:
+    return use.lengths() if isinstance(use, Outer) else use.lengths
+
+
 def magnitude_of(use: Factors) -> Tensor:
     """(B,): what the norm could be if nothing cancelled between positions."""
-    lengths = use.lengths() if isinstance(use, Outer) else use.lengths
+    lengths = _lengths(use)
     if lengths is not None:
         return lengths.magnitude()
     assert isinstance(use, PerExample)

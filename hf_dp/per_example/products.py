@@ -1,11 +1,14 @@
 """Products of factors, in at least float32: on tensor cores where 16-bit factors give that there, else after a cast.
 
-The product of two 16-bit numbers is exact in float32. CUDA's tensor cores add such products up in float32 and cut the
-sums, where float32 rounds them; what that adds to the error of a norm and of a sum is counted here (`unsure`).
+In whichever order n products are added up in float32, the sum is off by at most n / 2 of its epsilons of the sum of
+absolute values (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 3.1), and by a good part of that
+where all are alike, or small beside the first. What this adds to the error of a norm and of a sum is counted here
+(`unsure`).
 
-They align g products and the sum to the largest of these, cut there, with e bits more than float32, and cut the new
-sum: at most g 2^-e + 1 epsilons of the sum of absolute values (bit-accurate models of Khattak and Mikaitis 2025,
-arXiv:2512.07004: Hopper g = 16, e = 2; Ampere g = 8, e = 1).
+The product of two 16-bit numbers is exact in float32. CUDA's tensor cores add such products up in float32 and cut the
+sums, where float32 rounds them. They align g products and the sum to the largest of these, cut there, with e bits more
+than float32, and cut the new sum: at most g 2^-e + 1 epsilons of the sum of absolute values (bit-accurate models of
+Khattak and Mikaitis 2025, arXiv:2512.07004: Hopper g = 16, e = 2; Ampere g = 8, e = 1).
 """
 
 from __future__ import annotations
@@ -24,9 +27,8 @@ from hf_dp.per_example.waiting import answers_at_once
 
 # The longest sums that are left to one product: rounding grows with their length.
 BLOCK = 4096
-# The same of what `inner` leaves to tensor cores, where it grows faster: half as long would take more time, twice as
-# long would leave more of each norm in doubt.
-CUT_BLOCK = 512
+# The same of what `inner` makes: half as long would take more time, twice as long leaves more of each norm in doubt.
+SHORT_BLOCK = 512
 # Of products of blocks and what is copied for them so many numbers are made at once, where there are so many blocks.
 _TOGETHER, _FEWEST_TOGETHER = 1 << 26, 5
 # So few positions decide nothing.
@@ -64,28 +66,28 @@ def instantiated_from(numbers: int, width: int, on_cores: bool) -> int:
     return 0 if on_cores and positions <= _FEW else positions
 
 
-def inner(left: Tensor, right: Tensor, cut_block: int = CUT_BLOCK, known: Tensor | None = None) -> Tensor:
+def inner(left: Tensor, right: Tensor, block: int = SHORT_BLOCK, known: Tensor | None = None) -> Tensor:
     """The products (B, m, n) of left (B, m, k) and right (B, k, n), in at least float32.
 
     Args:
         left: of any floating-point dtype, as is `right`.
         right: beside it.
-        cut_block: how long the sums may be that are left to one product on tensor cores.
+        block: how long the sums may be that are left to one product.
         known: what is added to, in place.
     """
     if known is None and _is_narrow(left.shape[1], right.shape[2], left.device):
-        return inner(right.mT, left.mT, cut_block).mT.contiguous()
+        return inner(right.mT, left.mT, block).mT.contiguous()
     if are_multiplied_as_they_are(left, right):
-        return _on_cores(left, right, cut_block, known)
+        return _on_cores(left, right, block, known)
     total = known
-    for one, other in zip(_blocks(left, BLOCK, 2), _blocks(right, BLOCK, 1), strict=True):
+    for one, other in zip(_blocks(left, block, 2), _blocks(right, block, 1), strict=True):
         one, other = accumulation(one), accumulation(other)
         total = torch.bmm(one, other) if total is None else total.baddbmm_(one, other)
     assert total is not None
     return total
 
 
-def blocks_at_once(batch: int, height: int, width: int, blocks: int, block: int = CUT_BLOCK) -> int:
+def blocks_at_once(batch: int, height: int, width: int, blocks: int, block: int = SHORT_BLOCK) -> int:
     """How many blocks of a sum are multiplied together: each by itself takes longer to start on than to make.
 
     Where it does not, the copies that this takes would cost more; of these no more than some hundred MiB are made.
@@ -180,11 +182,11 @@ def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor
 
 
 class Doubt(NamedTuple):
-    """What of the norm and of the sum of left^T right is made on tensor cores.
+    """How the norm and the sum of left^T right are made.
 
     Attributes:
         widths: p and d, 0 for a side of ids.
-        on_cores: whether the Gram matrix of either side is, and what is added to a sum.
+        on_cores: whether tensor cores make the Gram matrix of either side, and what is added to a sum.
         is_kept: whether gradients are instantiated. Then nothing is in doubt of those which would be beside any others;
             the rest has what it has where it is not.
     """
@@ -200,14 +202,14 @@ class Doubt(NamedTuple):
         is_left = left_width > 0 and are_multiplied_as_they_are(left, left)
         is_right = right_width > 0 and are_multiplied_as_they_are(right, right)
         on_cores = is_left, is_right, is_left and is_right and are_multiplied_as_they_are(left, right)
-        return cls((left_width, right_width), on_cores, is_kept and any(on_cores))
+        return cls((left_width, right_width), on_cores, is_kept)
 
 
 NO_DOUBT = Doubt()
 
 
 def unsure(doubt: Doubt, used: Tensor) -> Tensor | float:
-    """How much further than after a cast the squared norm may be from that of what is added to a sum.
+    """How far the squared norm may be from that of what is added to a sum, since products are added up in float32.
 
     Args:
         doubt: of what.
@@ -215,21 +217,25 @@ def unsure(doubt: Doubt, used: Tensor) -> Tensor | float:
             example has the same beside longer ones.
 
     Returns:
-        In epsilons of (sum over positions of |left| |right|)^2, (..., B) or of all; 0 where both are cast.
+        In epsilons of (sum over positions of |left| |right|)^2, (..., B) or of all.
     """
-    cut = 0.0
+    sides = 0.0
     for width, is_cut in zip(doubt.widths, doubt.on_cores, strict=False):
-        if is_cut:
-            # Within a block, and where blocks are added.
-            cut += _cut(min(width, CUT_BLOCK)) + width / CUT_BLOCK
-    if not doubt.on_cores[2]:
-        return cut
+        block = min(width, SHORT_BLOCK)
+        # Within a block, and where blocks are added.
+        sides += (_cut(block) if is_cut else block / 2) + width / SHORT_BLOCK
+    if not (all(doubt.widths) and used.shape[-1]):
+        return sides
     places = torch.arange(1, used.shape[-1] + 1, device=used.device)
     reach = ((used * places).amax(-1) + (used * places.flip(0)).amax(-1) - len(places)).clamp_min(0)
-    # They may begin within what is multiplied at once.
-    cuts = cut + 2 * _CUT * (reach.clamp_max(BLOCK) / _AT_ONCE + 2) + _SPLIT
-    always = instantiated_from(math.prod(doubt.widths), sum(doubt.widths), on_cores=True)
-    return cuts.masked_fill(reach >= always, 0.0) if doubt.is_kept else cuts
+    if doubt.on_cores[2]:
+        # They may begin within what is multiplied at once.
+        sums = 2 * _CUT * (reach.clamp_max(BLOCK) / _AT_ONCE + 2) + _SPLIT
+    else:
+        sums = reach.to(torch.float32)
+    always = instantiated_from(math.prod(doubt.widths), sum(doubt.widths), doubt.on_cores[2])
+    doubts: Tensor = sides + sums
+    return doubts.masked_fill(reach >= always, 0.0) if doubt.is_kept else doubts
 
 
 def _cut(length: int) -> int:

@@ -55,6 +55,8 @@ def on_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[Multiply], None]:
     def begin(multiply: Multiply) -> None:
         monkeypatch.setattr(products, "_has_tensor_cores", lambda device, dtype: True)
         monkeypatch.setattr(products, "_to_float32", multiply)
+        # Which would cast them, to keep few in its cache.
+        monkeypatch.setattr("hf_dp.per_example.gram.answers_at_once", lambda device: False)
         products._adds_in_place.cache_clear()
 
     return begin
@@ -157,7 +159,7 @@ def test_what_is_instantiated_is_normed_as_it_is_summed(on_cores: Callable[[Mult
 
     on_cores(noted)
     torch.manual_seed(0)
-    positions = 3 * products.CUT_BLOCK
+    positions = 3 * products.SHORT_BLOCK
     one = Outer(Dense(dense(2, positions, 3).values.abs()), Dense(dense(2, positions, 5).values.abs()))
     whole = one.settled()
     assert isinstance(whole, PerExample)
@@ -173,7 +175,7 @@ def test_what_is_instantiated_is_normed_as_it_is_summed(on_cores: Callable[[Mult
         assert max(contributions([whole, *others], 1.0)) <= 1 + 1e-12
     lengths.clear()
     nearly.instantiated()
-    assert lengths == [products.CUT_BLOCK] * 3
+    assert lengths == [products.SHORT_BLOCK] * 3
 
 
 @pytest.mark.parametrize(("multiply", "extra"), [(cutting, 2), (ampere, 1)])
@@ -182,7 +184,7 @@ def test_one_is_at_most_c_where_all_products_but_the_largest_are_cut_off(
 ) -> None:
     on_cores(multiply)
     side = torch.full((1, 1, 1024), 1.4 * 2 ** (-12 - extra / 2))
-    side[..., :: products.CUT_BLOCK] = 1.0
+    side[..., :: products.SHORT_BLOCK] = 1.0
     uses: list[Factors] = [Outer(Dense(side.bfloat16()), Dense(side.bfloat16()))]
     assert 1 - 1e-4 < max(contributions(uses, 1.0)) <= 1
     monkeypatch.setattr("hf_dp.per_example.lengths.unsure", lambda *given: 0.0)
@@ -233,7 +235,8 @@ def test_elsewhere_factors_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(products.inner(left.values.mT, right.values), exactly(left.values.mT, right.values))
     assert not products._has_tensor_cores(torch.device("cpu"), torch.bfloat16)
     assert products.Doubt.of(left.values, right.values) == products.Doubt((3, 4))
-    assert products.unsure(products.Doubt((3, 4)), torch.ones(2, 5, dtype=torch.bool)) == 0
+    unsure = products.unsure(products.Doubt((3, 4)), torch.ones(2, 5, dtype=torch.bool))
+    assert torch.equal(torch.as_tensor(unsure), torch.full((2,), (3 + 4) / 2 + 7 / products.SHORT_BLOCK + 5))
 
     def never(left: Tensor, right: Tensor) -> Tensor:
         raise AssertionError
@@ -286,7 +289,7 @@ def test_a_product_is_added_as_it_is_made_where_that_is_right(
         out = torch.zeros(total.shape)
         products.add_weighted_(out, first.values, second.values, torch.ones(3), 0.5)
         assert torch.allclose(out.double(), total, rtol=1e-5, atol=1e-6)
-    wide = dense(3, 4, 2 * products.CUT_BLOCK + 7).values
+    wide = dense(3, 4, 2 * products.SHORT_BLOCK + 7).values
     found = products.inner(wide, wide.mT).double()
     assert torch.allclose(found, wide.double() @ wide.double().mT, rtol=1e-5, atol=1e-3)
     products._adds_in_place.cache_clear()
