@@ -15,6 +15,7 @@ import hf_dp.ranks as ranks
 from hf_dp.errors import ConfigurationError
 from hf_dp.per_example.checks.saved_buffers import saved_put_back
 from hf_dp.training.base import TrainerBehind
+from hf_dp.training.refusals import refuse_evaluated_in_training
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,19 @@ class EvaluationMixin(TrainerBehind):
                 "return_outputs=False, num_items_in_batch=None) too.",
             )
         return loss, _as_trainer_reads(outputs[0], loss)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
+    ) -> dict[str, float]:
+        """As Trainer's. In the course of a training, where a callback asks for it, not of the training data if logs are
+        withheld or early stopping goes by it (`ConfigurationError`)."""
+        if self.is_in_train:
+            refuse_evaluated_in_training(self, eval_dataset, metric_key_prefix)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; what rows of evaluation write into buffers and configurations that are saved with the model is

@@ -106,6 +106,7 @@ class DPTrainerMixin(
                 self._privacy_callback.on_interruption(error)
                 raise
             finally:
+                self.is_in_train = False
                 if self._run is not None:
                     self._run.end()
 

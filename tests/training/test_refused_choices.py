@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Subset
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_dp.errors import ConfigurationError
 from hf_dp.training.refusals.choices import refuse_choices_by_training_data, refuse_told_of_training_data
@@ -111,6 +111,63 @@ def test_failure_119_evaluations_of_the_training_data_tell_what_logs_withhold(
     privacy = private(withhold_non_private_logs=True)
     words = "withhold_non_private_logs=True with evaluations of the training data"
     refused(tmp_path, ConfigurationError, words, at_once=False, privacy=privacy, parts=parts, **values)
+
+
+class Evaluates(TrainerCallback):
+    """As the usual recipe for the accuracy on the training data."""
+
+    def __init__(self, data: Any, **values: Any) -> None:
+        self.trainer: Any = None
+        self.data, self.values = data, values
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.evaluate(self.data, **self.values)
+
+
+def evaluating(tmp_path: Path, callback: Evaluates, *others: Any, **values: Any) -> Any:
+    parts = {"train_dataset": rows(), "eval_dataset": OTHERS, "callbacks": [*others, callback]}
+    callback.trainer = make(tmp_path, parts=parts, max_steps=2, **values)
+    return callback.trainer
+
+
+@pytest.mark.usefixtures("checked_once")
+@pytest.mark.parametrize(
+    ("others", "values", "asked", "words"),
+    [
+        ([], {"privacy": private(withhold_non_private_logs=True)}, {"metric_key_prefix": "train"}, "withhold_non_priv"),
+        ([EarlyStoppingCallback()], {**EACH, "metric_for_best_model": "loss"}, {}, "EarlyStoppingCallback with eval"),
+    ],
+)
+def test_failure_159_a_callback_evaluates_the_training_data(
+    tmp_path: Path, others: Any, values: Any, asked: Any, words: str
+) -> None:
+    run = evaluating(tmp_path, Evaluates(rows(), **asked), *others, **values)
+    with pytest.raises(ConfigurationError, match=f"{words}.*of the training data"):
+        run.train()
+    told = {name for entry in run.state.log_history for name in entry if "loss" in name}
+    assert told <= {"loss", "eval_loss"}
+    count = len(run.state.log_history)
+    run.evaluate(rows(), metric_key_prefix="train")  # by hand, after it
+    assert len(run.state.log_history) == count + 1
+
+
+@pytest.mark.usefixtures("checked_once")
+@pytest.mark.parametrize(
+    ("data", "others", "values", "asked"),
+    [
+        (OTHERS, [], {"privacy": private(withhold_non_private_logs=True)}, {}),
+        ({"some": OTHERS}, [], {"privacy": private(withhold_non_private_logs=True)}, {}),
+        (None, [EarlyStoppingCallback()], {**EACH, "metric_for_best_model": "loss"}, {}),
+        (rows(), [EarlyStoppingCallback()], {**EACH, "metric_for_best_model": "loss"}, {"metric_key_prefix": "train"}),
+        (rows(), [], {}, {}),
+    ],
+)
+def test_a_callback_may_evaluate_others_and_what_nobody_chooses_by(
+    tmp_path: Path, data: Any, others: Any, values: Any, asked: Any
+) -> None:
+    run = evaluating(tmp_path, Evaluates(data, **asked), *others, **values)
+    run.train()
+    assert run.ledger.steps == 2
 
 
 def test_who_withholds_logs_may_evaluate_others_and_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from hf_dp.training.refusals.adapters import refuse_adapters_in_part
 from hf_dp.training.refusals.arguments import private_arguments, refuse_changed_arguments
-from hf_dp.training.refusals.choices import refuse_choices_by_training_data, refuse_told_of_training_data
+from hf_dp.training.refusals.choices import (
+    refuse_choices_by_training_data,
+    refuse_evaluated_in_training,
+    refuse_told_of_training_data,
+)
 from hf_dp.training.refusals.dataset import refuse_dataset
 from hf_dp.training.refusals.optimizer import refuse_optimizer
 from hf_dp.training.refusals.overrides import refuse_overrides
@@ -16,6 +20,7 @@ __all__ = [
     "refuse_changed_arguments",
     "refuse_choices_by_training_data",
     "refuse_dataset",
+    "refuse_evaluated_in_training",
     "refuse_no_output_dir",
     "refuse_optimizer",
     "refuse_other_surroundings",

@@ -27,15 +27,9 @@ def refuse_choices_by_training_data(trainer: Any) -> None:
     found = list(_choices(trainer))
     if not found:
         return
-    metric = str(trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
     for name, each in _evaluated(trainer):
-        if metric.startswith(f"{name}_" if name else "") and _is_same(each, trainer.train_dataset):
-            raise ConfigurationError(
-                f"{' and '.join(found)} with evaluations of the training data.",
-                why="which weights, steps and rates come out then follows from private data without noise, and epsilon "
-                "would not say so.",
-                fix="pass an eval_dataset of other rows, whose owners agreed; or leave these out.",
-            )
+        if _metric(trainer).startswith(f"eval_{name}_" if name else "") and _is_same(each, trainer.train_dataset):
+            raise _chosen(" and ".join(found), "leave these out")
 
 
 def refuse_told_of_training_data(trainer: Any) -> None:
@@ -49,13 +43,49 @@ def refuse_told_of_training_data(trainer: Any) -> None:
     if not (trainer.privacy.withhold_non_private_logs and evaluates):
         return
     if any(_is_same(each, trainer.train_dataset) for _, each in _evaluated(trainer)):
-        raise ConfigurationError(
-            "withhold_non_private_logs=True with evaluations of the training data.",
-            why="its loss and metrics are exact functions of private data, and would stand in logs and checkpoints, of "
-            "which report and card say that they hold none.",
-            fix="pass an eval_dataset of other rows, whose owners agreed, or leave eval_strategy out; or, if logs and "
-            "checkpoints are kept to yourself, leave withhold_non_private_logs out.",
-        )
+        raise _told("leave eval_strategy out")
+
+
+def refuse_evaluated_in_training(trainer: Any, given: Any, prefix: str) -> None:
+    """Refuses an evaluation that a callback asks for, of training data, which is told as above, where logs are withheld
+    or early stopping listens.
+
+    Args:
+        given: what `evaluate` was given.
+        prefix: what stands in front of its metrics.
+
+    Raises:
+        ConfigurationError: with what would come of it.
+    """
+    stops = _stops_early(trainer) and _metric(trainer).startswith(f"{prefix}_")
+    if not (trainer.privacy.withhold_non_private_logs or stops):
+        return
+    data = trainer.eval_dataset if given is None or isinstance(given, str) else given
+    data = data.get(given) if isinstance(given, str) and isinstance(data, Mapping) else data
+    if isinstance(data, Mapping) or not _is_same(data, trainer.train_dataset):  # of a mapping each comes by itself
+        return
+    if trainer.privacy.withhold_non_private_logs:
+        raise _told("evaluate the training data when train() has ended")
+    raise _chosen("EarlyStoppingCallback", "give their metrics another name: evaluate(..., metric_key_prefix='train')")
+
+
+def _told(way: str) -> ConfigurationError:
+    return ConfigurationError(
+        "withhold_non_private_logs=True with evaluations of the training data.",
+        why="its loss and metrics are exact functions of private data, and would stand in logs and checkpoints, of "
+        "which report and card say that they hold none.",
+        fix=f"pass an eval_dataset of other rows, whose owners agreed, or {way}; or, if logs and checkpoints are kept "
+        "to yourself, leave withhold_non_private_logs out.",
+    )
+
+
+def _chosen(what: str, way: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} with evaluations of the training data.",
+        why="which weights, steps and rates come out then follows from private data without noise, and epsilon "
+        "would not say so.",
+        fix=f"pass an eval_dataset of other rows, whose owners agreed; or {way}.",
+    )
 
 
 def _evaluated(trainer: Any) -> list[tuple[str, Any]]:
@@ -73,8 +103,17 @@ def _choices(trainer: Any) -> Iterator[str]:
     if (name := str(getattr(kind, "value", kind))) in BY_METRICS:
         yield f"lr_scheduler_type={name!r}"
     yield from {one.__name__ for one in type(trainer.lr_scheduler).__mro__} & {*BY_METRICS.values()}
-    if any(isinstance(callback, EarlyStoppingCallback) for callback in trainer.callback_handler.callbacks):
+    if _stops_early(trainer):
         yield "EarlyStoppingCallback"
+
+
+def _stops_early(trainer: Any) -> bool:
+    return any(isinstance(callback, EarlyStoppingCallback) for callback in trainer.callback_handler.callbacks)
+
+
+def _metric(trainer: Any) -> str:
+    """What is chosen by, as it is named among metrics."""
+    return f"eval_{str(trainer.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
 
 
 def _is_same(evaluated: Any, trained: Any) -> bool:
