@@ -42,6 +42,10 @@ class EvaluationMixin(TrainerBehind):
             return False
         return is_of_transformers(behind(self, "prediction_step"))
 
+    @property
+    def _generates(self) -> bool:
+        return isinstance(self, Seq2SeqTrainer) and bool(getattr(self.args, "predict_with_generate", False))
+
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -90,7 +94,9 @@ class EvaluationMixin(TrainerBehind):
         with saved_put_back(self.accelerator.unwrap_model(self.model)) as written:
             output = super().evaluation_loop(*args, **kwargs)
         told, self._told_written = self._told_written, self._told_written | set(written)
-        if new := [name for name in written if name not in told]:
+        # Trainer itself writes defaults there, after it has generated.
+        own = "generation_config." if self._generates else None
+        if new := [name for name in written if name not in told and not (own and name.startswith(own))]:
             ranks.warn(
                 logger,
                 "Evaluation changed %r, which is saved with the model; it was put back, since no noise is added to "
@@ -113,8 +119,7 @@ class EvaluationMixin(TrainerBehind):
         if is_own and prediction_loss_only:
             return self._own_loss(model, inputs), None, None
         loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
-        generates = isinstance(self, Seq2SeqTrainer) and getattr(self.args, "predict_with_generate", False)
-        if is_own and loss is not None and generates:
+        if is_own and loss is not None and self._generates:
             loss = self._own_loss(model, inputs)
         return loss, others[0], others[1]
 

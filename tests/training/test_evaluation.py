@@ -178,7 +178,9 @@ def test_metrics_of_several_outputs_or_none_are_refused(tmp_path: Path, kind: An
     assert not run.model._forward_hooks
 
 
-def test_generated_texts_are_evaluated_beside_a_loss_of_ones_own(tmp_path: Path) -> None:
+def test_generated_texts_are_evaluated_beside_a_loss_of_ones_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Doubled(DPTrainerMixin, Seq2SeqTrainer):
         def compute_per_example_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
             return 2 * super().compute_per_example_loss(model, inputs)
@@ -202,6 +204,8 @@ def test_generated_texts_are_evaluated_beside_a_loss_of_ones_own(tmp_path: Path)
         "compute_metrics": lambda evaluated: {"width": float(evaluated.predictions.shape[1])},
     }  # fmt: skip
     found = Doubled(**given, train_dataset=data, privacy=private()).evaluate()
+    assert model.generation_config.max_length is None, "as it was before Trainer wrote its defaults there"
+    assert "it was put back" not in caplog.text
     ordinary = Seq2SeqTrainer(**given).evaluate()
     assert found["eval_width"] == ordinary["eval_width"] > 0
     assert found["eval_loss"] == pytest.approx(2 * ordinary["eval_loss"], rel=1e-5)

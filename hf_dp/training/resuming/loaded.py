@@ -70,7 +70,13 @@ def refuse_other_values(
         return
     if optimizer is not None:
         _refuse_other_parameters(checkpoint, saved, model)
-    if not (checkpoint / SCHEDULE).is_file():
+    if optimizer is not None and not (checkpoint / SCHEDULE).is_file():
+        ranks.warn(
+            logger,
+            "%r has weights alone (save_only_model=True): what the optimizer keeps, such as momentum, begins anew, and "
+            "so does the schedule of learning rates, at its first step. The ledger, and the draws, go on.",
+            str(checkpoint),
+        )
         optimizer = None
     if optimizer is None:
         saved = {name: told for name, told in saved.items() if _OF not in name}

@@ -92,11 +92,14 @@ def test_another_optimizer_is_refused_before_a_step_is_paid_for(
 
 
 @pytest.mark.slow
-def test_weights_alone_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_alone_are_compared_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer(tmp_path, seed=7, save_only_model=True).train()
     resumed = trainer(tmp_path, seed=7)
     resumed.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-{SAVED}")
     assert resumed.state.global_step > SAVED
+    assert caplog.text.count("has weights alone") == 1
     not_loaded("_load_from_checkpoint")(tmp_path, monkeypatch)
     with pytest.raises(LedgerError, match="is not what was saved there"):
         trainer(tmp_path, seed=7).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-{SAVED}")
