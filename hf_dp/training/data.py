@@ -108,6 +108,13 @@ class DataMixin(TrainerBehind):
         self._preparing[loader] = Preparing(self, loader)
         return plan, loader
 
+    def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Dataset:
+        """As Trainer's; of rows of evaluation too no model sees whose they are, unless a transform reads it."""
+        if (unit := self.privacy.unit) in dataset.column_names and dataset.format["type"] != "custom":
+            dataset = dataset.remove_columns([str(unit)])
+        left: Dataset = super()._remove_unused_columns(dataset, description=description)
+        return left
+
     def _refuse_changed(self, loader: PoissonDataLoader) -> None:
         """What a callback may have changed since the training began, and a step must not be made with."""
         refuse_changed_steps(self.args)

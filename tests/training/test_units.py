@@ -209,10 +209,13 @@ def keep_all(examples: Rows) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_no_model_sees_whose_a_row_is(tmp_path: Path) -> None:
-    """Also where all columns are kept, and the collator would hand them on."""
-    parts = {"train_dataset": Dataset.from_list(owned()), "data_collator": keep_all}
-    trainer = make(tmp_path, privacy=by_user(), kind=Seen, parts=parts, remove_unused_columns=False, max_steps=1)
+    """Also where all columns are kept, and the collator would hand them on; in evaluation too."""
+    data = Dataset.from_list(owned())
+    parts = {"train_dataset": data, "eval_dataset": {"some": data, "others": data}, "data_collator": keep_all}
+    values: dict[str, Any] = {"remove_unused_columns": False, "eval_strategy": "steps", "max_steps": 1}
+    trainer = make(tmp_path, privacy=by_user(), kind=Seen, parts=parts, **values)
     trainer.train()
+    assert trainer.evaluate()["eval_some_loss"] > 0
     assert trainer.names == {"input_ids", "attention_mask", "labels"}
 
 
