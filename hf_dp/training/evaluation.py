@@ -75,18 +75,14 @@ class EvaluationMixin(TrainerBehind):
             )
         return loss, _as_trainer_reads(outputs[0], loss)
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-        **kwargs: Any,
-    ) -> dict[str, float]:
-        """As Trainer's. In the course of a training, where a callback asks for it, not of the training data if logs are
-        withheld or early stopping goes by it (`ConfigurationError`)."""
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As Trainer's, or that of the class behind. In the course of a training, where a callback asks for it, not of
+        the training data if logs are withheld or early stopping goes by it (`ConfigurationError`)."""
         if self.is_in_train:
-            refuse_evaluated_in_training(self, eval_dataset, metric_key_prefix)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+            given = args[0] if args else kwargs.get("eval_dataset")
+            prefix = kwargs.get("metric_key_prefix") or next((str(a) for a in args[1:] if isinstance(a, str)), "eval")
+            refuse_evaluated_in_training(self, given, prefix)
+        return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; what rows of evaluation write into buffers and configurations that are saved with the model is

@@ -10,10 +10,11 @@ import torch
 from datasets import Dataset
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Subset
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from hf_dp.errors import ConfigurationError
 from hf_dp.training.refusals.choices import refuse_choices_by_training_data, refuse_told_of_training_data
+from hf_dp.training.trainer import DPTrainerMixin
 from tests.training.refusing import refused
 from tests.training.workbench import classifier, make, private, rows
 
@@ -168,6 +169,34 @@ def test_a_callback_may_evaluate_others_and_what_nobody_chooses_by(
     run = evaluating(tmp_path, Evaluates(data, **asked), *others, **values)
     run.train()
     assert run.ledger.steps == 2
+
+
+class WithExamples(Trainer):
+    """As the trainer of Transformers' examples for question answering: one argument more, in the middle."""
+
+    def evaluate(  # type: ignore[override]
+        self,
+        eval_dataset: Any = None,
+        eval_examples: Any = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        self.given = eval_examples, ignore_keys, metric_key_prefix
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+
+class PrivateWithExamples(DPTrainerMixin, WithExamples):
+    pass
+
+
+@pytest.mark.usefixtures("checked_once")
+def test_a_class_behind_that_evaluates_otherwise_gets_what_it_was_given(tmp_path: Path) -> None:
+    run: Any = make(tmp_path, kind=PrivateWithExamples, parts={"eval_dataset": OTHERS}, max_steps=1, **EACH)
+    run.train()
+    assert run.given == (None, None, "eval")
+    run.is_in_train = True
+    run.evaluate(OTHERS, "examples", ["past"], "some")
+    assert run.given == ("examples", ["past"], "some")
 
 
 def test_who_withholds_logs_may_evaluate_others_and_nothing(tmp_path: Path) -> None:
