@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dp.errors import HfDpError
+from hf_dp.errors import HfDpError, PreflightError
 from hf_dp.per_example import preflight
 from hf_dp.per_example.bits import bits_in_place
 from hf_dp.per_example.checks.memory import unchanged_weights
@@ -98,3 +100,75 @@ def test_failure_106_what_is_written_into_a_frozen_parameter_and_back_is_refused
     model = made(True)
     with pytest.raises(HfDpError, match="neighbours"), unchanged_weights(model), unchanged_state(model):
         preflight(model, square, batch(4, 3))
+
+
+BOUND = 1e4
+
+
+def of_all(gradient: Tensor) -> Tensor:
+    return gradient * (BOUND / gradient.norm()).clamp(max=1)
+
+
+def of_all_or_none(gradient: Tensor) -> Tensor:
+    return gradient if gradient.abs().amax() < BOUND else torch.zeros_like(gradient)
+
+
+def of_each(gradient: Tensor) -> Tensor:
+    norms = gradient.flatten(1).norm(dim=1)
+    return gradient * (BOUND / norms).clamp(max=1).view(-1, *[1] * (gradient.dim() - 1))
+
+
+def of_each_number(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-BOUND, BOUND)
+
+
+class Bounded(nn.Module):
+    """Bounds gradients on their way back, by a hook on what a layer gives, one of the layer, or a Function."""
+
+    def __init__(self, bound: Callable[[Tensor], Tensor], by: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.hidden, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.bound, self.by = bound, by
+        if by == "layer":
+            self.hidden.register_full_backward_hook(lambda module, given, _: (bound(given[0]),))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = torch.tanh(self.hidden(self.words(ids).tanh()))
+        if self.by == "hook" and hidden.requires_grad:
+            hidden.register_hook(self.bound)
+        if self.by == "Function":
+            hidden = OnItsWayBack.apply(hidden, self.bound)  # type: ignore[no-untyped-call]
+        output: Tensor = self.head(hidden.mean(1))
+        return output
+
+
+class OnItsWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bound: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.bound = bound
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.bound(gradients[0]), None
+
+
+def held(bound: Callable[[Tensor], Tensor], by: str) -> None:
+    data = {"ids": torch.arange(12).view(3, 4).remainder(9), "labels": torch.tensor([0, 1, 2])}
+    preflight(Bounded(bound, by), lambda m, b: F.cross_entropy(m(b["ids"]), b["labels"], reduction="none"), data)
+
+
+@pytest.mark.parametrize("by", ["hook", "layer", "Function"])
+@pytest.mark.parametrize("bound", [of_all, of_all_or_none], ids=lambda bound: bound.__name__)
+def test_failure_158_what_a_backward_pass_bounds_by_the_gradients_of_all(
+    bound: Callable[[Tensor], Tensor], by: str
+) -> None:
+    with pytest.raises(PreflightError, match="for one example depends on the losses of others"):
+        held(bound, by)
+
+
+@pytest.mark.parametrize("by", ["hook", "layer", "Function"])
+@pytest.mark.parametrize("bound", [of_each, of_each_number], ids=lambda bound: bound.__name__)
+def test_what_it_bounds_of_each_example_is_exact(bound: Callable[[Tensor], Tensor], by: str) -> None:
+    held(bound, by)

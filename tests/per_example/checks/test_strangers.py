@@ -66,9 +66,8 @@ def told_by_a_flag(model: nn.Module, inputs: Any) -> Tensor:
 def cut_on_its_way_back(model: nn.Module, inputs: Any) -> Tensor:
     hidden = model[:2](inputs["x"])  # type: ignore[index]
     if hidden.requires_grad:
-        hidden.register_hook(lambda g: g * (10 / g.norm()).clamp(max=1))
-    largest = inputs["x"].abs().amax(1)
-    return F.cross_entropy(model[2](hidden), inputs["labels"], reduction="none") * largest  # type: ignore[index]
+        hidden.register_hook(lambda g: g * (10 / inputs["x"].abs().amax()).clamp(max=1))
+    return F.cross_entropy(model[2](hidden), inputs["labels"], reduction="none")  # type: ignore[index]
 
 
 MIXING: list[tuple[Losses, str]] = [
