@@ -180,13 +180,13 @@ class Watch:
             return of_earlier_pass(function, name, parameters, args, kwargs, is_over=self.is_closed)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise refusal(parameters, f"operation {name}", *HIDDEN_BY_FUNC)
-        if rule is None and function in COMPOSITES:
-            output = COMPOSITES[function](*args, **kwargs)
-            if output is not NotImplemented:
-                return output
         bound = sorted_operands(rule, name, parameters, args, kwargs)
         if rule is not None and isinstance(bound, Bound):
             return self._by_rule(rule, bound, parameters, function, args, kwargs)
+        if function in COMPOSITES and kwargs.get("out") is None:
+            output = COMPOSITES[function](*args, **kwargs)
+            if output is not NotImplemented:
+                return output
         assert isinstance(bound, UnsupportedModelError)
         copies = copied(self.reader, function, name, parameters, args, kwargs)
         if copies is not None:

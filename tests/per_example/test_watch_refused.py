@@ -60,14 +60,6 @@ REFUSED: dict[str, tuple[Small, str]] = {
         ),
         "inplace=False",
     ),
-    "data as the summand of addmm": (
-        Small(
-            lambda m, x: torch.addmm(m.linear(x[:, 0]), x[:, 1], m.w),
-            linear=nn.Linear(4, 4),
-            w=parameter(4, 4),
-        ),
-        "addmm with a summand of shape .* uses parameter w",
-    ),
     "a generated weight": (
         Small(lambda m, x: F.linear(x, m.linear(x).mean((0, 1)).diag(), m.b), linear=nn.Linear(4, 4), b=parameter(4)),
         "another of its operands needs a gradient",
@@ -76,15 +68,14 @@ REFUSED: dict[str, tuple[Small, str]] = {
         Small(lambda m, x: torch.einsum("btd,dd->btd", m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(4, 4)),
         "parameter w .*einsum",
     ),
-    "einsum over an axis that the parameter alone has": (
-        Small(lambda m, x: torch.einsum("btd,ed->btd", m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(3, 4)),
-        "parameter w .*einsum",
-    ),
     "einsum over an axis that is made longer": (
         Small(lambda m, x: torch.einsum("btd,ed->bte", m.linear(x), m.w), linear=nn.Linear(4, 4), w=parameter(3, 1)),
         "parameter w .*einsum",
     ),
-    "tensordot": (Small(lambda m, x: torch.tensordot(x, m.w, dims=1), w=parameter(4, 4)), "parameter w .*tensordot"),
+    "multi_dot": (
+        Small(lambda m, x: torch.linalg.multi_dot([x[:, 0], m.w]), w=parameter(4, 4)),
+        "parameter w .*multi_dot",
+    ),
     "out=": (
         Small(lambda m, x: torch.matmul(x, m.w, out=torch.empty_like(x)), w=parameter(4, 4)),
         "parameter w is used by operation matmul",
@@ -133,10 +124,10 @@ REFUSED: dict[str, tuple[Small, str]] = {
         Small(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 4, batch_first=True, proj_size=2)),
         "rnn.weight_hh_l0.*lstm",
     ),
-    "nn.MultiheadAttention": (
+    "nn.MultiheadAttention of all examples as one": (
         Small(
-            lambda m, x: m.attention(x, x, x)[0],
-            attention=nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True),
+            lambda m, x: m.attention(*[x.flatten(0, 1)] * 3)[0].view_as(x),
+            attention=nn.MultiheadAttention(4, 2, batch_first=True),
         ),
         "attention.in_proj_weight.*multi_head_attention",
     ),
@@ -279,16 +270,16 @@ def test_a_checkpoint_that_returns_what_parameters_alone_give_is_told_of_the_oth
 
 
 def test_a_rule_of_ones_own() -> None:
-    def bind(x: Tensor, w: Tensor, dims: int, out: None) -> Bound:
-        return Bound(x, {"w": w}, {"dims": dims})
+    def bind(matrices: list[Tensor]) -> Bound:
+        return Bound(matrices[0], {"w": matrices[1]}, {})
 
     def backward(saved: Any, operands: Any, gradient: Tensor, axis: Any, needs_input: bool) -> Any:
         outer = Outer(Dense(axis.positions(saved[0])), Dense(axis.positions(gradient)))
         return gradient @ operands.parameters["w"].T, {"w": outer}
 
-    rule = Rule("tensordot", bind, lambda x, o: (torch.tensordot(x, o.parameters["w"], **o.options), (x,)), backward)
-    model, data = REFUSED["tensordot"][0], batch(3, 5, 4)
-    found = record(model, square, data, rules={**RULES, torch.functional.tensordot: rule})
+    rule = Rule("multi_dot", bind, lambda x, o: (torch.linalg.multi_dot([x, o.parameters["w"]]), (x,)), backward)
+    model, data = REFUSED["multi_dot"][0], batch(3, 5, 4)
+    found = record(model, square, data, rules={**RULES, torch.linalg.multi_dot: rule})
     assert relative_error(found, loop(model, square, data)) <= 1e-12
 
 

@@ -90,7 +90,7 @@ def test_the_mixin_in_front_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
 
 
 class _Mixing(torch.nn.Module):
-    """A classifier whose head is a tensordot, for which there is no rule."""
+    """A classifier whose head is a multi_dot, for which there is no rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Mixing(torch.nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
         words = self.table(input_ids) * attention_mask[..., None]
-        logits = torch.tensordot(words, self.mixer, dims=1).sum(1)
+        logits = torch.linalg.multi_dot([words.sum(1), self.mixer])
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
@@ -112,16 +112,16 @@ class _MixingTrainer(DPTrainer):
 class _WithARule(_MixingTrainer):
     per_example_rules: ClassVar = {
         **RULES,
-        torch.tensordot: instantiating(
-            "tensordot",
-            lambda x, w, dims, out=None: Bound(x, {"weight": w}, {"dims": dims}),
-            lambda x, parameters, options: torch.tensordot(x, parameters["weight"], **options),
+        torch.linalg.multi_dot: instantiating(
+            "multi_dot",
+            lambda matrices: Bound(matrices[0], {"weight": matrices[1]}, {}),
+            lambda x, parameters, options: torch.linalg.multi_dot([x, parameters["weight"]]),
         ),
     }
 
 
 def test_a_rule_of_ones_own_trains_what_is_refused_without_it(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"mixer is used by operation torch.functional.tensordot"):
+    with pytest.raises(UnsupportedModelError, match=r"mixer is used by operation .*multi_dot"):
         make(tmp_path, model=_Mixing(), kind=_MixingTrainer).train()
     model = _Mixing()
     before = model.mixer.detach().clone()

@@ -40,8 +40,8 @@ def attention(
     is_causal: bool = False,
 ) -> Any:
     """`F.multi_head_attention_forward` of (T, B, n), as torch has it; or NotImplemented."""
-    extras = (bias_k, bias_v, static_k, static_v)
-    if query.dim() != 3 or add_zero_attn or (is_causal and attn_mask is None) or any(e is not None for e in extras):
+    is_static = static_k is not None or static_v is not None
+    if query.dim() != 3 or is_static or (is_causal and attn_mask is None):
         return NotImplemented
     biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
     weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
@@ -51,6 +51,12 @@ def attention(
         weights = weights if use_separate_proj_weight else in_proj_weight.chunk(3)
         given = (query, key, value)
         projected = [F.linear(x.transpose(0, 1), w, b) for x, w, b in zip(given, weights, biases, strict=True)]
+    more = [] if bias_k is None or bias_v is None else [(bias_k, bias_v)]
+    more += [(projected[1].new_zeros(1, 1, embed_dim_to_check),) * 2] if add_zero_attn else []
+    for pair in more:  # a position of no example's own
+        copies = [one.expand(query.shape[1], 1, -1) for one in pair]
+        projected = [projected[0], *(torch.cat(x, 1) for x in zip(projected[1:], copies, strict=True))]
+        attn_mask, key_padding_mask = (m if m is None else F.pad(m, (0, 1)) for m in (attn_mask, key_padding_mask))
     q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in projected)
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if attn_mask is not None:

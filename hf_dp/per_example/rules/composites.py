@@ -1,15 +1,12 @@
 """Operations that hide the axis of the examples, written out in operations that do not.
 
-Attention of `nn.MultiheadAttention`, and sums in Einstein's notation. Others hide nothing, and are few steps of what
-has a rule: PReLU, bags of embeddings, distances.
+Attention of `nn.MultiheadAttention`, products in other notations. Others hide nothing, and are few steps of what has a
+rule: PReLU, bags of embeddings, distances.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,50 +16,10 @@ from torch import Tensor
 
 from hf_dp.per_example.followed.axes import is_plainly_folded
 from hf_dp.per_example.rules.attention import attention
+from hf_dp.per_example.rules.contractions import CONTRACTIONS
 from hf_dp.per_example.rules.recurrent import LAYERS
 from hf_dp.per_example.sharding import hook_of_shards
 from hf_dp.per_example.watched import WatchedParameter
-
-
-def _einsum(equation: Any, *operands: Any) -> Any:
-    """Of data and one parameter: a product of matrices, or one for each entry of the axes that all three have."""
-    terms, arrow, out = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
-    watched = [isinstance(operand, WatchedParameter) for operand in operands]
-    if not arrow or sorted(watched) != [False, True] or terms.count(",") != 1:
-        return NotImplemented
-    (data, of_data), (weight, of_weight) = sorted(zip(operands, terms.split(","), strict=True), key=_is_watched)
-    free = (letter for letter in string.ascii_letters if letter not in equation)
-    leading = "".join(itertools.islice(free, max(0, data.dim() - len(of_data.replace("...", "")))))
-    of_data, out = (term.replace("...", leading, 1) for term in (of_data, out))
-    each = [axis for axis in of_weight if axis in of_data and axis in out]
-    summed = [axis for axis in of_weight if axis in of_data and axis not in out]
-    new = [axis for axis in of_weight if axis not in of_data]
-    first, *rest = [axis for axis in of_data if axis not in of_weight] or [""]
-    # Nothing is summed over in one operand alone, and no diagonal is taken.
-    is_known = {first, *rest, *new, *each} == set(out) and first != ""
-    is_known &= all(len(set(term)) == len(term) and "." not in term for term in (of_data, of_weight, out))
-    axes = [*zip(of_data, data.shape, strict=False), *zip(of_weight, weight.shape, strict=False)]
-    if not is_known or len(set(axes)) != len(dict(axes)) or len(axes) != data.dim() + weight.dim():
-        return NotImplemented
-    sizes = dict(axes)
-
-    def grouped(tensor: Any, term: str, *groups: list[str]) -> Any:
-        order = [term.index(axis) for group in groups for axis in group]
-        ordered = tensor if order == sorted(order) else tensor.T if order == [1, 0] else tensor.permute(order)
-        shape = [math.prod(sizes[axis] for axis in group) for group in groups]
-        return ordered if list(ordered.shape) == shape else ordered.reshape(shape)
-
-    if each:
-        x, order = grouped(data, of_data, [first], each, rest, summed), [first, *each, *rest, *new]
-        y = torch.matmul(x, grouped(weight, of_weight, each, summed, new))
-    else:
-        x, order = grouped(data, of_data, [first], rest, summed), [first, *rest, *new]
-        y = F.linear(x, grouped(weight, of_weight, new, summed))
-    return y.reshape([sizes[axis] for axis in order]).permute([order.index(axis) for axis in out])
-
-
-def _is_watched(pair: tuple[Any, str]) -> bool:
-    return isinstance(pair[0], WatchedParameter)
 
 
 def _sparse_product(first: Any, second: Any, *options: Any) -> Any:
@@ -188,9 +145,57 @@ def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) 
 
 def _rows(input: Tensor, dim: int, index: Tensor) -> Any:
     """Rows of a table, by their numbers."""
-    if not isinstance(input, WatchedParameter) or dim % input.dim() or index.dim() != 1:
+    if not isinstance(input, WatchedParameter) or index.dim() != 1:
         return NotImplemented
-    return input[index]
+    return input[index] if dim % input.dim() == 0 else input.transpose(0, dim)[index].transpose(0, dim)
+
+
+def _columns(input: Tensor, index: Any) -> Any:
+    """What all of the first axes have at some numbers of the next: `table[:, numbers]`."""
+    parts = index if isinstance(index, tuple) else (index,)
+    is_known = isinstance(input, WatchedParameter) and any(isinstance(part, Tensor) for part in parts)
+    if parts[0] is Ellipsis:
+        whole = input.dim() - len(parts) + 1
+    else:
+        whole = next((k for k, p in enumerate(parts) if not (isinstance(p, slice) and p == slice(None))), 0)
+    picks = parts[1 if parts[0] is Ellipsis else whole :]
+    if not is_known or whole < 1 or any(part is None or part is Ellipsis for part in picks):
+        return NotImplemented
+    led = input.T if input.dim() == 2 else input.permute(*range(whole, input.dim()), *range(whole))
+    return led[picks].movedim(tuple(range(-whole, 0)), tuple(range(whole)))
+
+
+def _filled(input: Tensor, mask: Tensor, value: Any) -> Any:
+    """With a number that is learnt, in places of data."""
+    is_known = isinstance(value, WatchedParameter) and not isinstance(input, WatchedParameter)
+    return torch.where(mask, value, input) if is_known and value.dtype == input.dtype else NotImplemented
+
+
+def _gathered(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
+    if index.dim() != input.dim() or isinstance(index, WatchedParameter):
+        return NotImplemented
+    return _at(input, dim, index, index.shape)
+
+
+def _taken_along(input: Tensor, indices: Tensor, dim: int | None = None) -> Any:
+    if isinstance(indices, WatchedParameter):
+        return NotImplemented
+    if dim is None:
+        return input.reshape(-1)[indices.reshape(-1)]
+    return _at(input, dim, indices, input.shape) if indices.dim() == input.dim() else NotImplemented
+
+
+def _at(input: Tensor, dim: int, index: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The numbers that an index tells along one axis, and those of their places along the others, so many."""
+    places: list[Tensor] = []
+    for axis, size in enumerate(sizes):
+        own = torch.arange(size, device=index.device).view(-1, *[1] * (len(sizes) - axis - 1))
+        places.append(index if axis == dim % len(sizes) else own)
+    return input[tuple(places)]
+
+
+def _taken(input: Tensor, index: Tensor) -> Any:
+    return NotImplemented if isinstance(index, WatchedParameter) else input.reshape(-1)[index]
 
 
 def _copies(input: Tensor, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
@@ -223,7 +228,6 @@ def _written(target: Tensor, index: Any, value: Any) -> Any:
 COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.multi_head_attention_forward: attention,
-        torch.einsum: _einsum,
         torch.sparse.mm: _sparse_product,
         **dict.fromkeys((torch.bmm, torch.Tensor.bmm), _products),
         **dict.fromkeys((torch.baddbmm, torch.Tensor.baddbmm), _added_products),
@@ -235,9 +239,15 @@ COMPOSITES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         torch.cdist: _distances,
         F.cosine_similarity: _cosine_similarity,
         **dict.fromkeys((torch.index_select, torch.Tensor.index_select), _rows),
+        torch.Tensor.__getitem__: _columns,
+        **dict.fromkeys((torch.masked_fill, torch.Tensor.masked_fill), _filled),
+        **dict.fromkeys((torch.gather, torch.Tensor.gather), _gathered),
+        **dict.fromkeys((torch.take_along_dim, torch.Tensor.take_along_dim), _taken_along),
+        **dict.fromkeys((torch.take, torch.Tensor.take), _taken),
         **dict.fromkeys((torch.repeat_interleave, torch.Tensor.repeat_interleave), _copies),
         torch.Tensor.__setitem__: _written,
         torch.Tensor.register_hook: hook_of_shards,
         **LAYERS,
+        **CONTRACTIONS,
     }
 )

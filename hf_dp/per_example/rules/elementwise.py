@@ -66,7 +66,7 @@ def _add_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis
 
 def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
     shape = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
-    if _are_states(input, shape) and shape[0] in (-1, len(input)):
+    if _are_states(input, shape) and shape[0] in (-1, _led(input, shape)[0]):
         return Bound(None, {"weight": input}, {"rows": abs(shape[1]), "shape": shape, "are_states": True})
     # The axis of the copies is new, or is there with one entry.
     if len(shape) < max(1, input.dim()) or (len(shape) == input.dim() and input.shape[0] != 1):
@@ -78,7 +78,12 @@ def _bind_expand(input: Tensor, *sizes: Any) -> Bound:
 
 def _are_states(weight: Tensor, shape: list[int]) -> bool:
     """Whether copies may be along the second axis, where recurrent layers have the examples: (layers, 1, hidden)."""
-    return len(shape) == weight.dim() > 2 and weight.shape[1] == 1
+    return len(shape) > 2 and len(shape) >= weight.dim() and _led(weight, shape)[1] == 1
+
+
+def _led(weight: Tensor, shape: list[int]) -> list[int]:
+    """The axes of a parameter that is given as many as `shape` has: new ones come first."""
+    return [1] * (len(shape) - weight.dim()) + list(weight.shape)
 
 
 def _expand(_: None, operands: Operands) -> tuple[Tensor, Saved]:
@@ -89,8 +94,9 @@ def _expand_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: A
     weight = operands.needed("weight")
     if "are_states" not in operands.options:
         return None, {"weight": _share(gradient, weight, axis)}
-    found = _share(gradient.transpose(0, 1), weight.transpose(0, 1), axis)
-    return None, {"weight": replace(found, values=found.values.transpose(1, 2))}
+    states = weight.reshape(_led(weight, operands.options["shape"]))
+    found = _share(gradient.transpose(0, 1), states.transpose(0, 1), axis)
+    return None, {"weight": replace(found, values=found.values.transpose(1, 2).reshape(-1, *weight.shape))}
 
 
 def _bind_repeat(input: Tensor, *sizes: Any) -> Bound:
@@ -113,7 +119,7 @@ def _repeat(_: None, operands: Operands) -> tuple[Tensor, Saved]:
 
 def _repeat_backward(saved: Saved, operands: Operands, gradient: Tensor, axis: Axis, needs_input: bool) -> Backward:
     weight, times = operands.needed("weight"), operands.options["sizes"]
-    shape = [1] * (len(times) - weight.dim()) + list(weight.shape)
+    shape = _led(weight, times)
     copies = gradient.reshape([size for axes in zip(times, shape, strict=True) for size in axes])
     order = [*range(0, copies.dim(), 2), *range(1, copies.dim(), 2)]
     rows = copies.permute(order).reshape(axis.batch_size, -1, *weight.shape)
