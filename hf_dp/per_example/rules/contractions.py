@@ -101,12 +101,12 @@ def _summed(tensor: Any, term: str, kept: str) -> tuple[Any, str]:
 
 
 def by_real_parts(product: Callable[[Any, Any], Any], x: Any, y: Any) -> Tensor:
-    """What is linear in both operands, of complex ones."""
+    """What is linear in both operands, of complex ones, which autocast leaves as they are."""
     (a, b), (c, d) = ((z.real, z.imag) if z.is_complex() else (z, None) for z in (x, y))
-    real = product(a, c) if b is None or d is None else product(a, c) - product(b, d)
-    if b is None or d is None:
-        return torch.complex(real, product(a, d) if b is None else product(b, c))
-    return torch.complex(real, product(a, d) + product(b, c))
+    with torch.autocast(x.device.type, enabled=False):
+        if b is None or d is None:
+            return torch.complex(product(a, c), product(a, d) if b is None else product(b, c))
+        return torch.complex(product(a, c) - product(b, d), product(a, d) + product(b, c))
 
 
 def _is_of_data(first: Any, second: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -260,6 +261,22 @@ def test_as_torch_has_it_under_autocast(dtype: torch.dtype) -> None:
     model = Small(function, linear=nn.Linear(4, 4), w=parameter(4, 4)).to(dtype)
     data = {"x": batch(4, 6, 4)["x"].to(dtype)}
     found = record(model, square, data)
+    assert relative_error(found, loop(model, square, data)) <= 0.03
+    torch.testing.assert_close(found.losses, square(model, data).detach(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["a spectral layer", "a long convolution", "learnt rotations"])
+def test_complex_numbers_are_multiplied_as_they_are_under_autocast(name: str) -> None:
+    inner = copy.deepcopy(_MODELS[name]).float()
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        made: Tensor = m.inner(m.before(x))
+        with torch.autocast("cpu", torch.bfloat16):
+            return made + m.inner(x)
+
+    model = Small(function, before=nn.Linear(4, 4), inner=inner).float()
+    data = {"x": batch(4, 6, 4)["x"].float()}
+    found = record(model, square, data, certificate=preflight(model, square, {"x": batch(5, 6, 4)["x"].float()}))
     assert relative_error(found, loop(model, square, data)) <= 0.03
     torch.testing.assert_close(found.losses, square(model, data).detach(), rtol=0.02, atol=0.02)
 
