@@ -16,6 +16,8 @@ _ELEMENTWISE = frozenset(
         *("silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "leaky_relu", "elu", "hardtanh", "relu6", "mish"),
         *("logsigmoid", "hardswish", "hardsigmoid", "selu", "celu", "square", "abs", "relu_", "softsign", "relu6_"),
         *("sin", "cos", "erf", "exp2", "expm1", "log1p", "log2", "reciprocal", "sigmoid_", "tanh_"),
+        *("__and__", "__or__", "__invert__", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
         *("clamp", "clamp_", "clamp_min", "clamp_max", "minimum", "maximum", "masked_fill", "masked_fill_"),
         *("to", "type", "float", "half", "bfloat16", "double", "int", "long"),
         *("type_as", "contiguous", "clone", "detach", "dropout"),
@@ -34,6 +36,8 @@ _ALONG_OTHERS = {
     "glu": 1,
     "mean": 1,
     "sum": 1,
+    "cumsum": 1,
+    "unbind": 1,
     "softmax": 1,
     "log_softmax": 1,
     "flatten": 1,
@@ -47,6 +51,9 @@ _LEADING = frozenset(
 )
 _CONVOLUTIONS, _REDUCTIONS = ("conv1d", "conv2d", "conv3d"), ("sum", "mean")
 _PRODUCTS = ("matmul", "__matmul__", "mm")
+# Each row with a matrix of its own.
+BATCHED = (*_PRODUCTS, "bmm")
+_ATTENTION, _TRANSPOSES = "scaled_dot_product_attention", ("transpose", "swapaxes", "swapdims")
 
 
 def is_elementwise(name: str) -> bool:
@@ -68,7 +75,7 @@ def leads_alike(op: Operation, given: Tensor, axis: int, made: Tensor) -> bool:
     if name in CATS:
         along = op.axis_at(1)
         return given.dim() == made.dim() and isinstance(along, int) and along % made.dim() != axis
-    if name in (*_PRODUCTS, "bmm") and len(args) > 1 and given.dim() == made.dim() > 2:  # several products, in order
+    if name in BATCHED and len(args) > 1 and given.dim() == made.dim() > 2:  # several products, in order
         return axis < given.dim() - 2
     if given is not op.source or made is not next(iter(tensors_in(op.output)), None):
         return False
@@ -89,8 +96,16 @@ def works_by_rows(op: Operation) -> bool:
     source = args[0]
     if name == "where":  # of one argument it gives places
         return len(args) + len(op.kwargs) == 3
-    if name in _PRODUCTS:  # with one matrix for all rows
-        return source.dim() > 1 and len(args) > 1 and isinstance(args[1], Tensor) and args[1].dim() == 2
+    if name in BATCHED:  # with one matrix for all rows, or one for each
+        axes = args[1].dim() if len(args) > 1 and isinstance(args[1], Tensor) else 0
+        return source.dim() > 1 and (axes == 2 or axes == source.dim())
+    if name == _ATTENTION:
+        return source.dim() > 2 and all(isinstance(a, Tensor) and a.dim() == source.dim() for a in args[1:3])
+    if name in _TRANSPOSES:
+        return len(args) == 3 and all(axis % source.dim() > 0 for axis in args[1:])
+    if name == "permute":
+        order = args[1] if len(args) == 2 else args[1:]
+        return bool(order) and order[0] % source.dim() == 0
     if name in _NORMS:  # over as many of the last axes as they are given sizes
         return len(args) > 1 and len(args[1]) < source.dim()
     if name not in _ALONG_OTHERS:

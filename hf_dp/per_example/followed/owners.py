@@ -82,6 +82,9 @@ def is_join(op: Operation) -> bool:
 def joined(op: Operation, known: Known, is_data: Callable[[Tensor], bool]) -> Tensor | None:
     """Of rows one below another, or of what becomes a row each; or of rows `beside` one another."""
     pieces, (axis, is_stacked) = op.picked_of, op.join
+    # What is joined may begin with nothing (an empty cache), which has one axis.
+    if not is_stacked and (filled := [one for one in pieces if one.numel() or one.dim() > 1]):
+        pieces = filled
     if not pieces or not isinstance(axis, int):
         return None
     if axis % max(pieces[0].dim() + is_stacked, 1):

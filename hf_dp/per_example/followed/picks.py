@@ -66,7 +66,7 @@ def picked(op: Operation) -> Pick | None:
     if op.name == "index_select":
         index = op.kwargs.get("index", op.args[-1])
         return Pick(index, True) if op.axis_at(1) == 0 and _are_numbers(index, or_is=True) else None
-    return _of_index(op.args[1])[0] if op.name == "__getitem__" else None
+    return _of_index(op.args[1])[0] or _of_column(op.args[1]) if op.name == "__getitem__" else None
 
 
 def written(op: Operation) -> Write | None:
@@ -130,6 +130,16 @@ def _of_index(index: Any) -> tuple[Pick | None, bool]:
     if not beside or (is_under_one and tensors):
         return None, False
     return Pick(first, True), is_whole and not tensors
+
+
+def _of_column(index: Any) -> Pick | None:
+    """What is picked by a column of numbers of rows, (n, 1, ...), and others that are the same for all of them."""
+    first, *rest = index if isinstance(index, tuple) and index else (None,)
+    if not all(isinstance(one, Tensor) and one.dtype in (torch.int32, torch.int64) for one in (first, *rest)):
+        return None
+    if first.dim() < 2 or first.numel() != len(first):
+        return None
+    return Pick(first, True) if all(one.dim() == first.dim() and len(one) == 1 for one in rest) else None
 
 
 def _are_numbers(index: Any, or_is: bool = False) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dp.per_example.followed import picks
-from hf_dp.per_example.followed.operations import is_elementwise, keeps_axes, works_by_rows
+from hf_dp.per_example.followed.operations import BATCHED, is_elementwise, keeps_axes, works_by_rows
 from hf_dp.per_example.followed.owners import Known, are_same, is_join, joined, of_all, of_rows
 from hf_dp.per_example.followed.picking import MAKING, PIECES, Operation
 from hf_dp.per_example.followed.routes import Routes
@@ -239,5 +239,6 @@ class Results:
             return False
         if self._enter is None:  # in experts
             return name == "where" and other.requires_grad
-        own = of_rows(self._enter(other), other) if self._is_data(other) else before
+        is_followed = self._is_data(other) or (name in BATCHED and other.dim() > 2)
+        own = of_rows(self._enter(other), other) if is_followed else before
         return not are_same(before, own)

@@ -72,7 +72,8 @@ def written(x: Tensor) -> Tensor:
 
 
 def picked(x: Tensor) -> Tensor:
-    return parts(x[x.flatten(1).mean(1) > 0]).repeat(3, 1, 1)[: 4 * len(x)]
+    """By an operation of which nobody knows that it works on each row by itself."""
+    return parts(x[x.flatten(1).mean(1) > 0].logcumsumexp(1)).repeat(3, 1, 1)[: 4 * len(x)]
 
 
 def through_numpy(x: Tensor) -> Tensor:
