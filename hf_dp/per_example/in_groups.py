@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.factors import Factors
+from hf_dp.per_example.padded import Inside
 from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, checked_run
@@ -39,6 +41,7 @@ class InGroups(PerExampleGradients):
         rules: the table of operations.
         tables: parameters whose factors, the looked-up rows, are kept.
         owners: for each row the number of its example, as for `grouped`; None where each is one.
+        inside: what the passes are made inside of.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class InGroups(PerExampleGradients):
         rules: Mapping[Any, Rule] = RULES,
         tables: Collection[str] = (),
         owners: Sequence[int] | None = None,
+        inside: Inside = nullcontext,
     ) -> None:
         parameters = trainable(model)
         rows, device = batch_size(batch), next(iter(parameters.values())).device
@@ -58,6 +62,7 @@ class InGroups(PerExampleGradients):
         self._of, self._rows, self._owners = (model, loss_fn, batch), rows, owners
         self._certificate, self._rules, self._tables = certificate, rules, frozenset(tables)
         self._trained_rows: Mapping[str, Tensor] = {}
+        self._inside = inside
 
     def by_groups(self, groups: Sequence[Collection[str]], take: Callable[[int, PerExampleGradients], None]) -> None:
         """One forward and one backward pass, errors as of `record`: after them a sum is not to be used."""
@@ -73,7 +78,8 @@ class InGroups(PerExampleGradients):
         reader = Reader(self._rows, None, self._certificate.readings)
         watch = GroupWatch(reader, self._rules, tables=self._tables, groups=groups, take_group=take_group)
         check_pictures(self._of[0], self._of[2])
-        checked_run(watch, *self._of, self._certificate)
+        with self._inside():
+            checked_run(watch, *self._of, self._certificate)
         self.uses, self.differing = frozenset(watch.uses), most_differing(watch.differing)
 
     def restricted(self, kept: Mapping[str, Tensor]) -> Self:

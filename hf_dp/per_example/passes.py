@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,7 @@ from hf_dp.per_example.batch import Batch, LossFunction, batch_size
 from hf_dp.per_example.factors import Factors
 from hf_dp.per_example.grouped import Grouping
 from hf_dp.per_example.norms import NormsOfDropped, magnitude_of_all
+from hf_dp.per_example.padded import Inside
 from hf_dp.per_example.pictures import check_pictures
 from hf_dp.per_example.reading import Reader
 from hf_dp.per_example.record import PerExampleGradients, checked_run
@@ -204,6 +206,7 @@ def record_in_two_passes(
     rules: Mapping[Any, Rule] = RULES,
     tables: Collection[str] = (),
     owners: tuple[Sequence[int], int, int] | None = None,
+    inside: Inside = nullcontext,
 ) -> TwoPasses:
     """What `record` gives, with the memory of an ordinary step.
 
@@ -216,6 +219,7 @@ def record_in_two_passes(
         tables: parameters whose factors, the looked-up rows, are kept.
         owners: whose each row is, and how many rows of a single example are in micro-batches before and after; as for
             `PerExampleGradients.grouped`.
+        inside: what each pass is made inside of.
 
     Raises:
         UnsupportedModelError: as for `record`, and for `refuse_two_passes`.
@@ -231,7 +235,8 @@ def record_in_two_passes(
         return TakenWatch(reader, rules, tables=frozenset(tables), take=take, joined=is_once, in_order=in_order)
 
     def run(watch: TakenWatch) -> Tensor:
-        return checked_run(watch, model, loss_fn, batch, certificate)
+        with inside():
+            return checked_run(watch, model, loss_fn, batch, certificate)
 
     device = next(iter(parameters.values())).device
     if owners is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from hf_dp.per_example.checks.state import unchanged_state
 from hf_dp.per_example.checks.survey import survey
 from hf_dp.per_example.checks.switches import Switches
 from hf_dp.per_example.in_groups import InGroups
+from hf_dp.per_example.padded import Inside, each_row_by_itself, reads_rows_together
 from hf_dp.per_example.passes import record_in_two_passes
 from hf_dp.per_example.sharding import all_names, is_sharded
 from hf_dp.randomness import unchanged_global_state
@@ -99,13 +101,22 @@ class Engine:
 
         Those of rows of a unit that has more elsewhere are for `Pieces` to join.
         """
+        found = self._recorded(micro_batch)
+        # In shards all ranks would have to do so.
+        if reads_rows_together(found.losses.device) and not is_sharded(self.model) and _may_have_spread(found):
+            return self._recorded(micro_batch, each_row_by_itself)
+        return found
+
+    def _recorded(self, micro_batch: MicroBatch, inside: Inside = nullcontext) -> PerExampleGradients:
         batch, owners = micro_batch
         loss, certificate, rules = self._loss_of(owners), self._certificate, self._rules
         if self.passes == 2 and certificate is not None:
             return record_in_two_passes(
-                self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows, owners=owners
-            )
-        found = record(self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
+                self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows, owners=owners,
+                inside=inside,
+            )  # fmt: skip
+        with inside():
+            found = record(self.model, loss, batch, certificate=certificate, rules=rules, tables=self.by_rows)
         return found if owners is None else found.grouped(*owners)
 
     def to_sum(self, micro_batch: MicroBatch) -> PerExampleGradients:
@@ -121,6 +132,8 @@ class Engine:
         return InGroups(
             self.model, self._loss_of(owners), batch, certificate=self._certificate, rules=self._rules,
             tables=self.by_rows, owners=None if owners is None else owners.units,
+            # Sums are made before anything tells that they lack something.
+            inside=each_row_by_itself if reads_rows_together(next(self.model.parameters()).device) else nullcontext,
         )  # fmt: skip
 
     def _loss_of(self, owners: Owners | None) -> LossFunction:
@@ -195,3 +208,10 @@ class Engine:
             *(self.model, self._loss, self._rules, self.by_rows, self.passes, self._groups),
             *(self._check_losses, self._switches),
         )
+
+
+def _may_have_spread(gradients: PerExampleGradients) -> bool:
+    """Whether some of several examples is not finite; rows of a single one that has more elsewhere have no others."""
+    if gradients.batch_size < 2 or any(gradients.elsewhere):
+        return False
+    return not bool((gradients.losses.isfinite() & gradients.squared_norms().isfinite()).all())
