@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection
 from typing import Annotated, Any
@@ -128,12 +129,15 @@ def sizes(
             taken = {passes: made.total_memory for passes, made in by_passes.items()}
             fits = [passes for passes, total in taken.items() if total <= gpu_memory * 1e9]
             smaller = (micro_batch >> halvings for halvings in range(1, max(1, micro_batch).bit_length()))
-            totals = {
-                rows: estimated(micro_batch=rows, micro_batches=-(-parts * micro_batch // rows)).total_memory
-                for rows in (smaller if 1 not in fits else ())
-            }
-            rows = next((rows for rows, total in totals.items() if total <= gpu_memory * 1e9), None)
-            fitting[strategy] = {"passes": fits, _TOGETHER["memory"]: taken, "micro_batch": rows}
+            fewer: dict[int, int | None] = dict.fromkeys(by_passes)
+            for rows, passes in itertools.product(smaller, by_passes if 1 not in fits else ()):
+                made = estimated(micro_batch=rows, micro_batches=-(-parts * micro_batch // rows), passes=passes)
+                if made.total_memory <= gpu_memory * 1e9:
+                    fewer[passes] = fewer[passes] or rows
+            both = None if fits or fewer[1] else fewer.get(2)
+            fitting[strategy] = {
+                "passes": fits, _TOGETHER["memory"]: taken, "micro_batch": fewer[1], "micro_batch_in_two": both,
+            }  # fmt: skip
     predicted = {
         name: speed.predicted_ratio(size, gpu, length=length, micro_batch=micro_batch, micro_batches=parts)
         for name, gpu in speed.GPUS.items()
@@ -160,6 +164,8 @@ def fits_in_words(fits: dict[str, dict[str, Any]], gpu_memory: float) -> list[st
             what = f"does not fit in one pass ({of_passes})"
             ways = [f"in micro-batches of {one['micro_batch']}"] if one["micro_batch"] else []
             ways += ["in two (slower): PrivacyConfig(passes=2)"] if 2 in one["passes"] else []
+            both = one["micro_batch_in_two"]
+            ways += [f"in micro-batches of {both} and two passes (slower): PrivacyConfig(passes=2)"] if both else []
             otherwise = f"but {', or '.join(ways)}" if ways else "nor otherwise (shorter rows and adapters take less)"
             what += f", {otherwise},"
         told.append(f"{strategy} {what} on a GPU of {gpu_memory:g} GB, before the activations.")

@@ -111,6 +111,7 @@ class ModelSize:
         unit_of = {
             name: name for name, module in model.named_modules() if type(module).__name__.removeprefix("FSDP") in blocks
         }
+        tables = {name for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Embedding)}
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         names: dict[int, tuple[str, ...]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
@@ -119,8 +120,10 @@ class ModelSize:
         for name, p in model.named_parameters():
             unit = next((u for u in unit_of if name.startswith(f"{u}.")), "")
             trained = p.requires_grad if lora_rank is None else False
-            own = names[id(p)]
-            found.append(Parameter(tuple(p.shape), trained, unit, id(p) in looked_up, len(own), own))
+            own, is_table = names[id(p)], id(p) in looked_up
+            # Encoder and decoder look up in one table by a name each, and by a third that neither uses.
+            uses = is_table + sum(not is_table or name.rpartition(".")[0] not in tables for name in own)
+            found.append(Parameter(tuple(p.shape), trained, unit, is_table, uses, own))
             if lora_rank is not None and unit and p.dim() == 2:
                 for side, shape in (("A", (lora_rank, p.shape[1])), ("B", (p.shape[0], lora_rank))):
                     adapter = f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.default.weight"
@@ -251,14 +254,23 @@ def model_size(name_or_directory: str, lora_rank: int | None = None) -> ModelSiz
     Raises:
         ConfigurationError: no configuration there, or nothing that would be trained.
     """
-    from transformers import AutoModel, AutoModelForCausalLM, logging
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoModelForSpeechSeq2Seq,
+        logging,
+    )
 
     verbosity = logging.get_verbosity()
     try:
         logging.set_verbosity_error()  # of an encoder it would say that it must be made a decoder
         config: Any = config_of(name_or_directory)
         with torch.device("meta"):
-            model = next(kind.from_config(config) for kind in _kinds(config, AutoModelForCausalLM, AutoModel))
+            # Of an encoder and a decoder the others would be the decoder alone, or lack the head.
+            are_both = getattr(config, "is_encoder_decoder", False)
+            both = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq) if are_both else ()
+            model = next(kind.from_config(config) for kind in _kinds(config, *both, AutoModelForCausalLM, AutoModel))
         empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
         if empty or getattr(config, "num_hidden_layers", 1) < 1:
             raise ValueError(f"{empty[0]} has no numbers" if empty else "it has no layers")

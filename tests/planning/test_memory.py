@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
 from hf_dp.planning.memory import ModelSize, Parameter, estimate, model_size
+from tests.architectures import AUTO, CONFIGS
 
 SHAPE = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 
@@ -65,6 +66,19 @@ def test_a_tied_head_is_counted_once_and_used_twice(tmp_path: Path) -> None:
     assert uses == {(100, 8): 2, (32, 8): 1}
     assert size.units[""] == (100 + 32) * 8 + 2 * 8
     assert len(size.units) == 4
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart", "whisper"])
+def test_of_an_encoder_and_a_decoder_both_are_counted_and_one_use_as_a_head(kind: str, tmp_path: Path) -> None:
+    """As causal language models BART and Whisper would be their decoders; T5's table has four names."""
+    name, values = CONFIGS[kind]
+    config = AutoConfig.for_model(name, **values)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        whole = AUTO["speech" if kind == "whisper" else "seq2seq"].from_config(config)
+    size = model_size(str(tmp_path))
+    assert size.total == sum(p.numel() for p in whole.parameters())
+    assert {p.uses for p in size.parameters if p.is_embedding and config.vocab_size in p.shape} == {2}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +188,8 @@ def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None
     assert {**one.memory, "factors": 0} == {**two.memory, "factors": 0}
     base = ["size", "--model", str(directory), "--length", "256", "--micro-batch", "8", "--gpu-memory"]
     half, few, alone = (estimate(size, "DDP", 1, **{**shape, "micro_batch": k}).total_memory for k in (4, 2, 1))
-    assert alone < few < two.total_memory < half
+    least = estimate(size, "DDP", 1, **{**shape, "micro_batch": 1}, passes=2).total_memory
+    assert least < alone < few < two.total_memory < half
     for memory, fitting, rows, told in (
         (one.total_memory, [1, 2], None, "DDP fits in one pass"),
         (
@@ -189,7 +204,8 @@ def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None
             2,
             "one pass (0.00 GB in one and 0.00 GB in two), but in micro-batches of 2, on a GPU",
         ),
-        (alone - 1, [], None, "nor otherwise (shorter rows and adapters take less), on a GPU"),
+        (alone - 1, [], None, "but in micro-batches of 1 and two passes (slower): PrivacyConfig(passes=2), on a GPU"),
+        (least - 1, [], None, "nor otherwise (shorter rows and adapters take less), on a GPU"),
     ):
         shown = CliRunner().invoke(app, [*base, str(memory / 1e9)], env={"COLUMNS": "200", "TERM": "dumb"})
         assert told in shown.stdout
