@@ -204,7 +204,7 @@ def test_two_passes_are_proposed_where_one_does_not_fit(directory: Path) -> None
             2,
             "one pass (0.00 GB in one and 0.00 GB in two), but in micro-batches of 2, on a GPU",
         ),
-        (alone - 1, [], None, "but in micro-batches of 1 and two passes (slower): PrivacyConfig(passes=2), on a GPU"),
+        (alone - 1, [], None, "but in micro-batches of 2 and two passes (slower): PrivacyConfig(passes=2), on a GPU"),
         (least - 1, [], None, "nor otherwise (shorter rows and adapters take less), on a GPU"),
     ):
         shown = CliRunner().invoke(app, [*base, str(memory / 1e9)], env={"COLUMNS": "200", "TERM": "dumb"})
