@@ -39,7 +39,8 @@ from hf_dp.config import PrivacyConfig
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import PerExampleGradients, preflight, record
 from hf_dp.per_example.factors import Outer
-from hf_dp.planning.memory import Estimate, ModelSize, estimate
+from hf_dp.planning.memory import Estimate, estimate
+from hf_dp.planning.sized import ModelSize
 from hf_dp.randomness import Entropy
 from hf_dp.sampling.poisson import PoissonBatchSampler
 from hf_dp.step.clipped_sum import ClippedSum

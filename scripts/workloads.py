@@ -225,7 +225,7 @@ class Counting(TorchDispatchMode):
 
 def predicted(case: Case, dtype: torch.dtype = torch.bfloat16) -> float:
     """By arithmetic: the time of a private step on one H100 over an ordinary one's."""
-    from hf_dp.planning.memory import ModelSize
+    from hf_dp.planning.sized import ModelSize
     from hf_dp.planning.speed import GPUS, predicted_ratio
 
     with torch.device("meta"):

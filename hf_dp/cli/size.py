@@ -94,10 +94,10 @@ def sizes(
     from hf_dp.accounting import GroupClipping
     from hf_dp.clipping.groups import Groups
     from hf_dp.errors import ConfigurationError
-    from hf_dp.planning import memory, speed
+    from hf_dp.planning import memory, sized, speed
     from hf_dp.planning.loaded import loaded_as
 
-    size = memory.model_size(model, lora_rank)
+    size = sized.model_size(model, lora_rank)
     loaded = loaded_as(dtype, size.dtype or torch.float32)
     if loaded.bytes_of_matrices is not None and lora_rank is None:
         raise ConfigurationError(

@@ -9,12 +9,12 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hf_dp.per_example.gram import SMALLEST_BLOCK, SMALLEST_ON_CORES
 from hf_dp.per_example.products import BLOCK, SHORT_BLOCK, blocks_at_once, instantiated_from
-from hf_dp.planning.memory import ModelSize, Parameter
+from hf_dp.planning.sized import ModelSize, Parameter
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,21 @@ def _sides(parameter: Parameter) -> tuple[int, int, int]:
 
 
 def _with_weight(parameter: Parameter, b: int, t: int, c: int) -> Work:
-    """One product of (B T, d) with (d, p), for each use."""
+    """One product of (B T, d) with (d, p), for each use; of experts, of the positions that each is given."""
+    if parameter.routes:
+        rows, (experts, p, d) = b * t * parameter.routes, parameter.shape
+        return Work(2 * rows * p * d, c * (rows * (p + d) + experts * p * d))
     p, d, uses = _sides(parameter)
     return Work(2 * b * t * p * d, c * (b * t * (p + d) + p * d)).times(uses)
 
 
 def _factors(parameter: Parameter, b: int, t: int, c: int) -> Work:
     """Norms and weighted sum."""
+    if parameter.routes:
+        # As of so many examples as there are pairs of one and an expert, each with its share of the positions.
+        experts, *shape = parameter.shape
+        one = replace(parameter, shape=tuple(shape), routes=0)
+        return _factors(one, b * experts, max(1, t * parameter.routes // experts), c)
     p, d, uses = _sides(parameter)
     rows = b * t * (p + d)
     if len(parameter.shape) < 2:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
 from hf_dp.planning.loaded import loaded_as
-from hf_dp.planning.memory import model_size
+from hf_dp.planning.sized import model_size
 from tests.planning.test_memory import SHAPE, directory  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("checked_once")

@@ -16,8 +16,12 @@ from typer.testing import CliRunner
 
 from hf_dp.cli import app
 from hf_dp.errors import ConfigurationError
-from hf_dp.planning.memory import ModelSize, Parameter, estimate, model_size
+from hf_dp.losses import per_example_losses
+from hf_dp.per_example import record
+from hf_dp.planning.memory import estimate
+from hf_dp.planning.sized import ModelSize, Parameter, model_size
 from tests.architectures import AUTO, CONFIGS
+from tests.zoo import text_batch, tiny
 
 SHAPE = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
 
@@ -68,6 +72,21 @@ def test_a_tied_head_is_counted_once_and_used_twice(tmp_path: Path) -> None:
     assert len(size.units) == 4
 
 
+def test_factors_of_experts_are_those_of_the_positions_that_they_are_given(tmp_path: Path) -> None:
+    name, values = CONFIGS["mixtral"]
+    config = AutoConfig.for_model(name, **values)
+    config.save_pretrained(tmp_path)
+    size = model_size(str(tmp_path))
+    assert {p.routes for p in size.parameters if "experts" in p.names[0]} == {config.num_experts_per_tok}
+    assert not any(p.routes for p in size.parameters if "experts" not in p.names[0])
+    model = tiny("mixtral", "causal_lm", torch.float32)
+    found = record(model, per_example_losses, text_batch("causal_lm", 3, 16, torch.float32))
+    for p in size.parameters:
+        if p.routes:
+            kept = [side.numel() for use in found.factors[p.names[0]] for side in (use.left.tensor, use.right.tensor)]
+            assert sum(kept) == 3 * p.factor_numbers(16)[1]
+
+
 @pytest.mark.parametrize("kind", ["t5", "bart", "whisper"])
 def test_of_an_encoder_and_a_decoder_both_are_counted_and_one_use_as_a_head(kind: str, tmp_path: Path) -> None:
     """As causal language models BART and Whisper would be their decoders; T5's table has four names."""
@@ -90,6 +109,7 @@ def test_of_an_encoder_and_a_decoder_both_are_counted_and_one_use_as_a_head(kind
         (Parameter((6,), True, ""), 4, (6, 0)),
         (Parameter((90, 10), True, "", is_embedding=True), 4, (0, 40)),
         (Parameter((90, 10), True, "", is_embedding=True, uses=2), 4, (0, 440)),
+        (Parameter((8, 6, 10), True, "0", routes=2), 4, (0, 128)),
     ],
 )
 def test_what_is_kept_of_an_example(parameter: Parameter, length: int, numbers: tuple[int, int]) -> None:

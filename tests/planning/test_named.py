@@ -11,8 +11,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig
 
 from hf_dp.errors import ConfigurationError
-from hf_dp.planning.memory import model_size
 from hf_dp.planning.named import config_of
+from hf_dp.planning.sized import model_size
 from tests.cli.typed import TINY
 
 

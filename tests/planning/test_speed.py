@@ -15,7 +15,7 @@ from hf_dp.per_example import Dense, Outer, products
 from hf_dp.per_example.chosen import Chosen
 from hf_dp.per_example.norms import squared_norms
 from hf_dp.planning import speed
-from hf_dp.planning.memory import ModelSize, Parameter
+from hf_dp.planning.sized import ModelSize, Parameter
 from hf_dp.planning.speed import GPUS, Gpu, busy_from, predicted_ratio
 from scripts.workloads import Counting
 from tests.per_example.pretended import dense
