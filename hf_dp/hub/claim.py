@@ -80,8 +80,10 @@ def recomputed(record: PrivacyRecord, title: str) -> dict[AccountantName, float]
 def check_claim(record: PrivacyRecord, found: dict[AccountantName, float]) -> Iterator[Check]:
     report, ledger = record.report, record.ledger
     tolerance, versions = epsilon_tolerance(report), f" (claimed with {versions_in_words(report.versions)})"
-    claims: dict[AccountantName, float | None] = {"rdp": report.epsilon_rdp, report.accountant: report.epsilon}
-    for name, claimed in claims.items():
+    claims: list[tuple[AccountantName, float | None]] = [(report.accountant, report.epsilon)]
+    if ("rdp", report.epsilon_rdp) not in claims:  # the cross-check
+        claims.insert(0, ("rdp", report.epsilon_rdp))
+    for name, claimed in claims:
         if claimed is not None and name not in found:
             yield Check(
                 f"epsilon ({name.upper()})", False, f"claimed {upper(claimed, 6)}, of what this accountant has not"
@@ -182,6 +184,8 @@ def _check_what_follows(record: PrivacyRecord) -> Check:
         and not same(value, wanted := getattr(follows, name))
         and today.get(name) != wanted
     ]
+    if names := claimed.versions.keys() ^ library_versions().keys():
+        differing.append(f"versions: missing or unknown {', '.join(sorted(names))}")
     return Check("claim and mechanism", not differing, "; ".join(differing) or "the claim follows")
 
 

@@ -168,6 +168,25 @@ def test_names_and_versions_have_no_room_for_a_claim(copy: Path, change: Callabl
         verify(copy)
 
 
+@pytest.mark.parametrize("versions", [{"epsilon": "0.1"}, {"dp_accounting": None}])
+def test_failure_157_no_versions_but_of_what_computed_epsilon_are_told(
+    copy: Path, versions: dict[str, str | None]
+) -> None:
+    changed = {**library_versions(), **versions}
+    in_record("report", "versions", to={name: version for name, version in changed.items() if version})(copy)
+    seal(copy)
+    assert failed(copy).startswith("claim and mechanism: versions: missing or unknown "), failed(copy)
+
+
+@pytest.mark.parametrize("share", [0.01, 1.5])
+def test_failure_157_an_rdp_claim_has_no_other_cross_check_beside_it(tmp_path: Path, share: float) -> None:
+    saved_by(tmp_path, privacy=PrivacyConfig(target_epsilon=3.0, accountant="rdp"))
+    assert verify(tmp_path).private, failed(tmp_path)
+    in_record("report", "epsilon_rdp", to=lambda epsilon: share * epsilon)(tmp_path)
+    seal(tmp_path)
+    assert failed(tmp_path).startswith("epsilon (RDP): claimed"), failed(tmp_path)
+
+
 def nested(depth: int) -> dict[str, Any]:
     event: dict[str, Any] = {"type": "gaussian", "noise_multiplier": 1.0}
     for _ in range(depth):
