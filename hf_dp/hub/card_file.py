@@ -18,8 +18,8 @@ from markdown_it import MarkdownIt
 from hf_dp.hub.about import BY_TRAINER, about, contradicted, taken_out, template, without_padding, without_results
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, TAGS, metadata, privacy_section, without_audit
 from hf_dp.hub.claim import is_of_this_version
-from hf_dp.hub.page import why_hidden
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
+from hf_dp.hub.visible import why_hidden
 
 logger = logging.getLogger(__name__)
 
