@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import unicodedata
 from html.parser import HTMLParser
 
 from markdown_it import MarkdownIt
@@ -15,23 +17,42 @@ _VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "me
 # They act on others than those inside them, or browsers read what is inside them otherwise than as tags.
 _STYLING = {
     "style", "link", "script", "base", "meta", "html", "head", "body", "frameset", "dialog", "template", "select",
-    "textarea", "title", "xmp", "iframe", "noembed", "noframes", "noscript", "plaintext", "svg", "math",
+    "textarea", "title", "xmp", "iframe", "noembed", "noframes", "noscript", "plaintext", "math",
 }  # fmt: skip
+# What drawings are made of, and what a whole one may have: nothing that moves it, or shows it beyond its own edges.
+_DRAWN = {"g", "path", "circle", "ellipse", "rect", "line", "polyline", "polygon", "text", "tspan"}
+_OF_SVG = {
+    "xmlns", "version", "width", "height", "viewbox", "preserveaspectratio", "fill", "stroke", "stroke-width",
+    "stroke-linecap", "stroke-linejoin", "role", "aria-hidden", "aria-label", "class", "style", "id",
+}  # fmt: skip
+# Ends that may be left out, where what is around them ends; and what ends a paragraph that is open.
+_IMPLIED = {"p", "li", "dt", "dd", "td", "th", "tr", "thead", "tbody", "tfoot"}
+_ENDING = {"ul", "ol", "dl", "table", "div", "center", "details"}
+_AFTER_P = {"p", "hr", "pre", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", *_ENDING} - {"table"}
 # Styles that lay nothing over other elements.
 _STYLES = {
     "text-align", "vertical-align", "align-items", "justify-content", "gap", "display", "color", "font-size",
     "font-weight", "font-style", "width", "max-width", "min-width", "background", "background-color", "border",
     "border-radius", "padding", "margin", "margin-top", "margin-bottom", "margin-left", "margin-right",
+    "letter-spacing", "font-family", "text-transform",
 }  # fmt: skip
 _MOVING_STYLE = re.compile(r"-[\d.]|[(\\/]")
-_MOVING_CLASS = re.compile(r"fixed|absolute|sticky|inset|overlay|translate|scale|(^|[\s:!])-")
+_MOVING_CLASS = re.compile(
+    r"fixed|absolute|sticky|inset|overlay|translate|scale|rotate|skew|animate|overflow-visible|\["
+    r"|(^|[\s:!])(-|(top|bottom|left|right|start|end|z)-(\d|px|full|auto))"
+)
+# What is larger than its box lies over what follows, or over the text beside it: no picture is.
+_SMALL_CLASS = re.compile(r"(^|[\s:!])(float|h|max-h|size|leading)-")
+_OF_PICTURES = {"height", "float"}
+# Marks over one letter; no script has as many, and with more they reach over other lines.
+_MOST_MARKS = 8
 # What stands between these the hub makes a formula of, before it reads Markdown: whatever lies there, code too.
 _FORMULAS = (("$$", "$$"), (r"\\(", r"\\)"))
-# In formulas these show something elsewhere, or what they are is said elsewhere. No length begins behind a letter or a
-# figure that is of no command: GPT-2 in.
+# In formulas these show something elsewhere, or what they are is said elsewhere. A length follows a command, another
+# argument or a comment: in GPT-2 in, and in - 2 inputs, is none.
 _MOVING_FORMULA = re.compile(
-    r"\\(raisebox|rule|smash|\w*def|\w*let|\w*command|html\w+|includegraphics)"
-    r"|(\\[A-Za-z]+|(?<![A-Za-z0-9]))-\s*[\d.]+\s*(em|ex|px|pt|mu|cm|mm|in|bp|pc|dd|cc|nd|nc|sp)"
+    r"\\(raise|lower|rule|smash|genfrac|@|expandafter|noexpand|\w*def|\w*let|\w*command|html\w+|includegraphics)"
+    r"|(\\[A-Za-z]+\s*\*?|[][{}]|%[^\n]*)\s*-\s*[\d.]+\s*(em|ex|px|pt|mu|cm|mm|in|bp|pc|dd|cc|nd|nc|sp)"
 )
 
 
@@ -75,9 +96,11 @@ def _seen(text: str) -> _Page:
 
 def _could_lie_over_others(tag: str, attribute: str, value: str) -> bool:
     if attribute == "class":
-        return _MOVING_CLASS.search(value) is not None
+        return bool(_MOVING_CLASS.search(value) or (tag != "img" and _SMALL_CLASS.search(value)))
+    if attribute == "align":
+        return tag == "table" and value.strip().casefold() in ("left", "right")
     names = {style.partition(":")[0].strip().casefold() for style in value.split(";")} - {""}
-    known = _STYLES | {"height"} if tag == "img" else _STYLES
+    known = _STYLES | _OF_PICTURES if tag == "img" else _STYLES
     return attribute == "style" and (not names <= known or _MOVING_STYLE.search(value) is not None)
 
 
@@ -105,7 +128,10 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._note("start", tag, *attrs)
-        if tag in _STYLING:
+        if self._open[-1:] == ["p"] and tag in _AFTER_P:
+            self._open.pop()
+        is_strange = "svg" in self._open and tag not in _DRAWN
+        if tag in _STYLING or is_strange or (tag == "svg" and not {name for name, _ in attrs} <= _OF_SVG):
             self.styling = f"<{tag}>"
         elif any(_could_lie_over_others(tag, name, value or "") for name, value in attrs):
             self.styling = f"the style or class of <{tag}>"
@@ -114,16 +140,28 @@ class _Page(HTMLParser):
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         # Browsers take no notice of the slash in <div/>.
+        is_drawn = "svg" in self._open and tag in _DRAWN
         self.handle_starttag(tag, attrs)
+        if is_drawn:
+            self._open.pop()
 
     def handle_endtag(self, tag: str) -> None:
         self._note("end", tag)
+        # Some of these end the whole drawing.
+        if "svg" in self._open and self._open[-1] != tag:
+            self.styling = f"</{tag}>"
+        inner = list(itertools.takewhile(_IMPLIED.__contains__, reversed(self._open))) if tag in _ENDING else []
+        if len(inner) < len(self._open) and self._open[-1 - len(inner)] == tag:
+            del self._open[len(self._open) - len(inner) :]
         # Where tags cross, browsers differ in what stays open: it counts as open.
         if self._open and self._open[-1] == tag:
             self._open.pop()
 
     def handle_data(self, data: str) -> None:
         self._note("text", data)
+        marks = itertools.groupby(unicodedata.category(letter) in ("Mn", "Me") for letter in data)
+        if any(are_marks and sum(1 for _ in group) > _MOST_MARKS for are_marks, group in marks):
+            self.styling = f"more than {_MOST_MARKS} marks over one letter"
 
     def handle_comment(self, data: str) -> None:
         # Browsers end some comments earlier, and take other things for comments; so do older and newer Pythons.

@@ -56,6 +56,7 @@ AROUND: dict[str, tuple[str, str]] = {
     "laid over it by a formula": ("$$\\raisebox{-40em}{\\colorbox{white}{\\rule{40em}{40em}}}$$\n\n", ""),
     "laid over it by a command": ("$$ a \\kern-40em b $$\n\n", ""),
     "laid over it between formulas": ("$$a$$ \\(\n\n{ -40 em}$$\n\n", ""),
+    "an end that is in a drawing": ("<svg></p><g hidden/></svg>\n\n", ""),
     "laid over it by a formula behind": ("", "\n\n\\\\(a \\\\[-40em] \\text{Epsilon is 0.1.}\\\\)"),
 }
 
@@ -65,6 +66,39 @@ AROUND: dict[str, tuple[str, str]] = {
 def test_a_privacy_section_that_nobody_sees_is_noticed(copy: Path, case: str) -> None:
     before, behind = AROUND[case]
     in_text(lambda text: text.replace(BEGIN, before + BEGIN).replace(END, END + behind))(copy)
+    assert failed(copy).startswith("card, visible: "), failed(copy)
+
+
+LAID_OVER = [
+    "<div class='relative bottom-96 bg-white'>no</div>",
+    "<div class='mt-[-90rem] bg-white'>no</div>",
+    "<div class='h-0 relative'><img src='a.png'></div>",
+    "<div class='float-left w-0'><img src='black.png'></div>",
+    "<div style='float: left; width: 0'><img src='black.png'></div>",
+    "<table align=' LEFT' style='display: block; width: 0'><tr><td><img src='black.png'></td></tr></table>",
+    "<div class='rotate-90'>no</div>",
+    "<svg overflow='visible'><rect y='-900' width='900' height='900'/></svg>",
+    "<svg class='overflow-visible'><rect y='-900' width='900' height='900'/></svg>",
+    "<svg transform='translate(0 900)'><rect width='900' height='900'/></svg>",
+    "<svg><style>table { display: none }</style></svg>",
+    "<svg><foreignobject><div hidden></foreignobject></svg>",
+    "no" + "\u0489" * 500,
+    "no" + "&#x20DE;" * 500,
+    "$$ a \\kern% -\n-40em b $$",
+    "$$ a \\kern\\@secondoftwo x-40em b $$",
+    "$$ \\genfrac()-90em0ab $$",
+    "$$ \\hspace{2em}{ -40em} $$",
+    "$$ \\hspace * -40em $$",
+    "$$ \\raise40em{\\text{Epsilon is 0.1.}} $$",
+]
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("text", LAID_OVER)
+def test_failure_157_what_could_lie_over_the_section_is_noticed(copy: Path, text: str, is_before: bool) -> None:
+    mark, both = (BEGIN, f"{text}\n\n{BEGIN}") if is_before else (END, f"{END}\n\n{text}\n")
+    in_text(lambda card: card.replace(mark, both))(copy)
     assert failed(copy).startswith("card, visible: "), failed(copy)
 
 
@@ -112,6 +146,13 @@ def test_a_section_in_the_metadata_is_none(copy: Path) -> None:
         "a < b\n- [link](x)\n\n| a |\n| - |\n| b |\n\n",
         "$$ e = -m c^2 $$\n\nwith \\\\( m_{-1} > 0 \\\\), which costs $$\n\n",
         "- 2 inputs\n\n$$ a $$\n\nmore than GPT-2 in 2018-2020 in\n\n$$ b $$\n\n- 3 excerpts\\rules\n\n",
+        "$$ a $$\n\n- 2 inputs\n- 3 pt of it\n\n$$ b $$\n\n(- 2 in all, as (b) - 3 cm are)\n\n$$ c $$\n\n",
+        '<img src="a.png" class="h-8 float-right" style="float:right; letter-spacing:.1em" align="left">\n\n',
+        '<span style="letter-spacing: 2px; font-family: serif; text-transform: uppercase">text</span>\n\n',
+        '<div class="text-left relative h1-like bottom">text</div>\n\n',
+        '<svg width="8" viewBox="0 0 8 8"><g><circle r="4"/><path d="M0 0L8-8"></path></g></svg> and <b>text</b>\n\n',
+        "<ul><li>a<li>b</ul>\n\n<table><tr><td>a<td><p>b</table>\n\n<p align=center>c\n\n# D\n\n",
+        "\u0e01\u0e33\u0e49 a\u0301\u0323 1\ufe0f\u20e3 " + "e\u0301" * 20 + "\n\n",
         "It lost -3 in all, which costs $$, and \\\\( has no end: -2 in\n\n",
     ],
 )
