@@ -17,7 +17,7 @@ _VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "me
 # They act on others than those inside them, or browsers read what is inside them otherwise than as tags.
 _STYLING = {
     "style", "link", "script", "base", "meta", "html", "head", "body", "frameset", "dialog", "template", "select",
-    "textarea", "title", "xmp", "iframe", "noembed", "noframes", "noscript", "plaintext", "math",
+    "textarea", "title", "xmp", "iframe", "noembed", "noframes", "noscript", "plaintext", "math", "form",
 }  # fmt: skip
 # What drawings are made of, and what a whole one may have: nothing that moves it, or shows it beyond its own edges.
 _DRAWN = {"g", "path", "circle", "ellipse", "rect", "line", "polyline", "polygon", "text", "tspan"}

@@ -56,6 +56,7 @@ AROUND: dict[str, tuple[str, str]] = {
     "laid over it by a formula": ("$$\\raisebox{-40em}{\\colorbox{white}{\\rule{40em}{40em}}}$$\n\n", ""),
     "laid over it by a command": ("$$ a \\kern-40em b $$\n\n", ""),
     "laid over it between formulas": ("$$a$$ \\(\n\n{ -40 em}$$\n\n", ""),
+    "an end that leaves a form open": ("<form hidden><ol><table></form></table></ol></form>\n\n", ""),
     "an end that is in a drawing": ("<svg></p><g hidden/></svg>\n\n", ""),
     "laid over it by a formula behind": ("", "\n\n\\\\(a \\\\[-40em] \\text{Epsilon is 0.1.}\\\\)"),
 }
