@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -19,7 +20,12 @@ from hf_dp.hub.visible import why_hidden
 
 # Bytes. Time grows with these; the longest cards on the hub are far below.
 _LARGEST_CARD, _LARGEST_HEADER = 1 << 20, 1 << 18
-_DEEPEST = 50
+_DEEPEST, _MOST_ALIASES = 50, 20
+# Of files in the card's own folder.
+_PATTERN = re.compile(r"[\w*?-][\w.*?-]*", re.ASCII)
+# YAML 1.1, which is read here, and YAML 1.2, which the hub reads, take other lines and numbers for the same: 060, 1:30.
+_OTHER_LINES = re.compile("[\x85\u2028\u2029\ufeff]")
+_SAME_IN_BOTH = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?(e[+-]?[0-9]+)?|true|false", re.IGNORECASE)
 # C is ten times as fast, where PyYAML was built with it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -33,11 +39,11 @@ def check_card(source: Source, record: PrivacyRecord) -> Iterator[Check]:
     if path.stat().st_size > _LARGEST_CARD:
         yield Check("card", False, f"{path.stat().st_size} bytes are no card to be read")
         return
-    yield from check_text(path.read_bytes(), record, sha256(source.path(RECORD_FILE)))
+    yield from check_text(path.read_bytes(), record, sha256(source.path(RECORD_FILE)), source.names)
 
 
-def check_text(card: bytes, record: PrivacyRecord, record_sha256: str) -> Iterator[Check]:
-    """`check_card` of a card's bytes, beside a record of this digest."""
+def check_text(card: bytes, record: PrivacyRecord, record_sha256: str, names: Collection[str]) -> Iterator[Check]:
+    """`check_card` of a card's bytes, among files of these `names`, beside a record of this digest."""
     text = "\n".join(re.split(r"\r\n|\r", card.decode("utf-8-sig", errors="replace")))
     header = REGEX_YAML_BLOCK.search(text)
     body = text[header.end() :] if header else text
@@ -50,7 +56,7 @@ def check_text(card: bytes, record: PrivacyRecord, record_sha256: str) -> Iterat
     if agrees:
         hidden = why_hidden(body, section)
         yield Check("card, visible", hidden is None, hidden or "the privacy section is read as it was written")
-    if record.is_corpus and (others := _loaded_besides(header[2] if header else "", record.corpus)):
+    if record.is_corpus and (others := _loaded_besides(header[2] if header else "", record.corpus, names)):
         yield Check("card, data", False, f"its metadata has more loaded than the corpus: {', '.join(others)[:200]}")
     claimed = _metadata(header[2]) if header else None
     wanted = metadata(record, record_sha256)
@@ -71,7 +77,7 @@ def _metadata(header: str) -> dict[str, Any] | None:
     found = [value for name, value in _names(header) if name.value == METADATA_KEY]
     if not found or not isinstance(found[0], yaml.MappingNode):
         return None
-    if not all(isinstance(value, yaml.ScalarNode) and len(value.value) < 500 for _, value in found[0].value):
+    if not all(isinstance(value, yaml.ScalarNode) and _is_plain(value) for _, value in found[0].value):
         return None
     try:
         loaded = yaml.SafeLoader("").construct_document(found[0])
@@ -80,16 +86,28 @@ def _metadata(header: str) -> dict[str, Any] | None:
     return loaded if isinstance(loaded, dict) else None
 
 
+def _is_plain(value: Any) -> bool:
+    is_text = value.tag == _LOADER.DEFAULT_SCALAR_TAG
+    return len(value.value) < 500 and (is_text or _SAME_IN_BOTH.fullmatch(value.value) is not None)
+
+
 def _names(header: str) -> list[tuple[Any, Any]]:
     """The names in the metadata and their values, not read yet; none where it is read in several ways."""
-    if len(header) > _LARGEST_HEADER:
+    if len(header) > _LARGEST_HEADER or _OTHER_LINES.search(header):
         return []
     try:
-        depth = 0
+        around, aliases = list[bool](), 0
         for event in yaml.parse(header, _LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            # An alias in an alias grows without bound, and merges (<<) what is written elsewhere.
-            if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+            if isinstance(event, yaml.CollectionStartEvent):
+                around.append(event.anchor is not None)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                around.pop()
+            elif isinstance(event, yaml.AliasEvent):
+                aliases += 1
+                # An alias in what another stands for grows without bound.
+                if any(around) or aliases > _MOST_ALIASES:
+                    return []
+            if len(around) > _DEEPEST:
                 return []
         root = yaml.compose(header, _LOADER)
         return root.value if isinstance(root, yaml.MappingNode) and not _has_a_name_twice(root) else []
@@ -97,12 +115,14 @@ def _names(header: str) -> list[tuple[Any, Any]]:
         return []
 
 
-def _loaded_besides(header: str, own: Collection[str]) -> list[str]:
-    """What else `datasets` would load, wherever it lies, by what the metadata says of the data."""
+def _loaded_besides(header: str, own: Collection[str], there: Collection[str]) -> list[str]:
+    """What else than the corpus' `own` files `datasets` would load, `there` or elsewhere, by what the metadata says."""
     found = []
     for names, value in ((names, value) for names, value in _values(_names(header)) if {"configs", "<<"} & {*names}):
         is_a_split = names[-1] == "split" and re.fullmatch(r"\w+", value) is not None
-        is_strange = "data_files" in names and value not in own and not is_a_split
+        is_of_here = _PATTERN.fullmatch(value) is not None
+        meant = {name for name in there if fnmatch.fnmatchcase(name, value)} if is_of_here else {value}
+        is_strange = "data_files" in names and not (meant and meant <= {*own}) and not is_a_split
         if is_strange or "data_dir" in names or "<<" in names:
             found.append(value)
     return found

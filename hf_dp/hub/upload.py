@@ -109,7 +109,7 @@ def checked_card(directory: Path) -> bytes:
     except FileNotFoundError as error:
         raise _unpublishable(f"there is no {CARD_FILE} in {str(directory)!r}") from error
     # One that is longer than can be looked through may go up: `verify` says so of it.
-    for check in check_text(card, record, sha256(directory / RECORD_FILE)):
+    for check in check_text(card, record, sha256(directory / RECORD_FILE), record.files):
         if not check.passed and check.name != "card, visible":
             raise _unpublishable(f"{CARD_FILE} in {str(directory)!r} is not the card of {RECORD_FILE}: {check.found}")
     return card

@@ -17,7 +17,7 @@ from hf_dp.accounting import truncated
 from hf_dp.hub import verify, write_card
 from hf_dp.hub.record import sha256
 from hf_dp.parts.re_attention import load_re_attention
-from tests.hub.forging import digest_anew, failed, in_card, in_record, invoke, seal
+from tests.hub.forging import digest_anew, failed, in_card, in_record, in_text, invoke, seal
 from tests.noise.contract import needs_randomgen
 from tests.training.workbench import make, saved_by
 from tests.zoo import tiny
@@ -29,6 +29,37 @@ def test_a_text_around_the_section_may_be_written(copy: Path) -> None:
     card = copy / "README.md"
     card.write_text(card.read_text().replace("# out", "# My model\n\nIt sorts mail.").replace("\n", "\r\n"), newline="")
     assert verify(copy).private
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["x: &x 1\ny: *x", "x: &x {a: [b]}\ny: [*x, *x]\nz: {<<: *x, c: 1}", "x: &delta 1\nx2: 060\nx3: 1:30\nx4: yes"],
+)
+def test_metadata_of_other_names_may_be_written_with_anchors_and_in_any_form(copy: Path, words: str) -> None:
+    in_card("differential_privacy:", f"{words}\ndifferential_privacy:")(copy)
+    assert verify(copy).private, failed(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dataset_size", "060"), ("dataset_size", "4_8"), ("dataset_size", "0b110000"), ("dataset_size", "0:48"),
+     ("epsilon_pld", r"0:\1"), ("private", "yes"), ("private", "on")],
+)  # fmt: skip
+def test_failure_157_numbers_that_the_hub_reads_otherwise_are_noticed(copy: Path, name: str, value: str) -> None:
+    """The hub reads YAML 1.2, where 060 is 60; of version 1.1, which is read here, that is 48."""
+    in_card(rf"{name}: (\S+)", f"{name}: {value}")(copy)
+    assert failed(copy).startswith("card, metadata: "), failed(copy)
+
+
+@pytest.mark.parametrize("end", ["\x85", "\u2028", "\u2029", "\ufeff"])
+def test_failure_157_metadata_in_lines_that_the_hub_does_not_know_is_none(copy: Path, end: str) -> None:
+    """It reads the block in the quotes, and takes the other for a comment."""
+    block = re.search(r"differential_privacy:\n(  .*\n)+", (copy / "README.md").read_text())
+    assert block is not None
+    told = re.sub(r"epsilon_pld: \S+", "epsilon_pld: 0.01", block[0])
+    hidden = block[0].rstrip("\n").replace("\n", end)
+    in_text(lambda text: text.replace(block[0], f'# {end}x: "\n{told}# {end}  "{end}{hidden}\n'))(copy)
+    assert failed(copy).startswith("card, metadata: "), failed(copy)
 
 
 def test_the_card_is_the_same_when_it_is_written_twice(copy: Path) -> None:

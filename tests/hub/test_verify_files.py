@@ -134,6 +134,13 @@ OTHERS = "https://example.org/others.jsonl"
         "configs:\n- config_name: default\n  data_dir: ..\n",
         f"configs: {{data_files: {OTHERS}}}\n",
         f"<<: {{configs: [{{config_name: a, data_files: {OTHERS}}}]}}\n",
+        "configs: [{config_name: a, data_files: '*'}]\n",
+        "configs: [{config_name: a, data_files: '*.jso*'}]\n",
+        "configs: [{config_name: a, data_files: 'train*.jsonl'}]\n",
+        "configs: [{config_name: a, data_files: '../*.jsonl'}]\n",
+        "configs: [{config_name: a, data_files: 'https://example.org/*.jsonl'}]\n",
+        f"x: &x {{config_name: a, data_files: {OTHERS}}}\nconfigs: [*x]\n",
+        f"x: &x {{data_files: {OTHERS}}}\nconfigs: [{{config_name: a, <<: *x}}]\n",
     ],
 )
 def test_a_card_that_has_other_texts_loaded_than_the_corpus_is_noticed(corpus: Path, metadata: str) -> None:
@@ -147,6 +154,8 @@ def test_a_card_that_has_other_texts_loaded_than_the_corpus_is_noticed(corpus: P
     [
         "configs:\n- config_name: default\n  data_files: corpus.jsonl\n",
         "configs:\n- config_name: default\n  default: true\n  data_files:\n  - split: train\n    path: corpus.jsonl\n",
+        "configs: [{config_name: a, data_files: '*.jsonl'}, {config_name: b, data_files: [corpus*, 'corpus.????l']}]\n",
+        "x: &x corpus.jsonl\nconfigs: [{config_name: a, data_files: *x}, {config_name: b, data_files: *x}]\n",
         "task_categories: [text-classification]\nsize_categories: [n<1K]\n",
     ],
 )

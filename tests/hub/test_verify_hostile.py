@@ -80,7 +80,9 @@ def test_a_record_beyond_all_measure_is_refused_on_one_screen(
     "change",
     [
         in_text(lambda text: text.replace("---\n", f"---\n{BILLION_LAUGHS}", 1)),
-        in_card("differential_privacy:", "x: &x 1\ny: *x\ndifferential_privacy:"),
+        in_card("differential_privacy:", "x: &x [1]\ny: &y [*x]\ndifferential_privacy:"),
+        in_card("differential_privacy:", "x: &x [*x]\ndifferential_privacy:"),
+        in_text(lambda text: text.replace("---\n", f"---\nx: &x 1\ny: [{'*x, ' * 1000}]\n", 1)),
         in_text(lambda text: text.replace("---\n", "---\nx: " + "[" * 200_000 + "\n", 1)),
         in_card(r"epsilon_pld: .*", "epsilon_pld: " + "1:" * 120_000 + "1"),
         in_text(lambda text: text.replace("---\n", "---\nx: [" + "a, " * 200_000 + "]\n", 1)),
@@ -89,7 +91,19 @@ def test_a_record_beyond_all_measure_is_refused_on_one_screen(
         in_text(lambda text: text + "[" * 900_000),
         in_text(lambda text: text + "x" * (1 << 21)),
     ],
-    ids=["laughs", "alias", "deep", "sexagesimal", "long", "markers", "crossed markers", "brackets", "bytes"],
+    ids=[
+        "laughs",
+        "alias in an alias",
+        "alias of itself",
+        "aliases",
+        "deep",
+        "sexagesimal",
+        "long",
+        "markers",
+        "crossed markers",
+        "brackets",
+        "bytes",
+    ],
 )
 def test_a_card_beyond_all_measure_is_a_failed_check(copy: Path, change: Callable[[Path], None]) -> None:
     change(copy)
