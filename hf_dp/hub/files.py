@@ -32,12 +32,15 @@ _LOGS = {"runs", "wandb", "mlruns", "tensorboard", "logs"}
 _SAVES = re.compile(r"checkpoint-[0-9]+|_saving|_saved|_saving-model")
 # A configuration may name code anywhere below the model's folder, and so much is run when it is loaded.
 _RUN = {".py", ".pyc", ".so", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".dll", ".dylib"}
+# Weights in other formats than a record may name: the hub lists them, and their tools find them, in every folder.
+_OTHER_FORMATS = {".gguf", ".ggml", ".onnx", ".msgpack", ".ot", ".tflite", ".mlmodel", ".keras", ".npz", ".nemo"}
 # Folders of a model's own folder in which Transformers looks for code and for chat templates.
 _LOADED_FOLDERS = ("custom_generate", "additional_chat_templates")
 # In which `datasets` reads what to load.
 _OF_DATA = {".huggingface.yaml"}
 _VOCABULARIES = {"tokenizer.json", "vocab.json"}
 _FEW = 10
+_POINTER = b"version https://git-lfs.github.com/spec/"
 # Checks of folders to publish: what is read for its ledger may have other files, and its weights in shards.
 ABOUT_LOADING = ("other files", "weights")
 
@@ -56,7 +59,7 @@ def check_files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
         else:
             found = sha256(source.path(name))
             said = f"SHA-256 {found[:12]}..." + ("" if found == digest else f", recorded {digest[:12]}...")
-            yield Check(name, found == digest, said)
+            yield Check(name, found == digest, said + ("" if found == digest else _of_a_pointer(source, name)))
     what = "corpus" if record.is_corpus else "model"
     strange = strange_files(source, record)
     said = f"nothing that loads with the {what}"
@@ -64,6 +67,13 @@ def check_files(source: Source, record: PrivacyRecord) -> Iterator[Check]:
         listed = ", ".join(strange[:_FEW]) + (f" and {len(strange) - _FEW} more" if len(strange) > _FEW else "")
         said = f"not named in the record: {listed} (of an earlier save, or put there since: take out)"
     yield Check("other files", not strange, said)
+
+
+def _of_a_pointer(source: Source, name: str) -> str:
+    """What is said of a file that git has not fetched yet."""
+    with open(source.path(name), "rb") as file:
+        is_one = file.read(len(_POINTER)) == _POINTER
+    return ": a pointer of git-lfs, which `git lfs pull` replaces by the file" if is_one else ""
 
 
 def strange_files(source: Source, record: PrivacyRecord) -> list[str]:
@@ -159,7 +169,8 @@ def _is_one_of(patterns: tuple[str, ...], name: str) -> bool:
 
 
 def _is_a_dot_file(name: str) -> bool:
-    return name.startswith(".")
+    kind = PurePosixPath(name.casefold()).suffix
+    return name.startswith(".") and kind not in {".safetensors", *_RUN, *_OTHER_FORMATS}
 
 
 def _is_harmless_to_data(name: str) -> bool:
@@ -168,7 +179,8 @@ def _is_harmless_to_data(name: str) -> bool:
 
 def _is_harmless(name: str) -> bool:
     path = PurePosixPath(name.casefold())
-    if path.suffix == ".py":
+    # Where the case of letters is none, it takes the card's place.
+    if path.suffix == ".py" or path == PurePosixPath(CARD_FILE.casefold()):
         return False
     is_text = path.stem in _HARMLESS_STEMS and path.suffix in ("", ".txt", ".cff")
     return _is_a_dot_file(name) or is_text or _is_one_of(_HARMLESS, path.name)
@@ -176,5 +188,5 @@ def _is_harmless(name: str) -> bool:
 
 def _is_in_one_of(folders: set[str], name: str) -> bool:
     path = PurePosixPath(name)
-    is_run = path.suffix.casefold() in _RUN and not _is_one_of(_LEFT, path.name)
-    return not is_run and any(parent.as_posix() in folders for parent in path.parents)
+    is_loaded = path.suffix.casefold() in _RUN | _OTHER_FORMATS and not _is_one_of(_LEFT, path.name)
+    return not is_loaded and any(parent.as_posix() in folders for parent in path.parents)

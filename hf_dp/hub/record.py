@@ -91,8 +91,8 @@ class PrivacyRecord:
 
     @property
     def is_corpus(self) -> bool:
-        """It is about texts alone."""
-        return bool(self.corpus) and not self.weights
+        """It is about texts, which are loaded with all that lies beside them."""
+        return bool(self.corpus)
 
     def to_json(self) -> str:
         """Strict JSON of this version; `from_json` is the inverse, but for the seed."""

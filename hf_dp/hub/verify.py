@@ -31,15 +31,16 @@ from hf_dp.versions import library_versions
 
 PROVEN = (
     "The stated epsilon follows from the ledger: what is said to have been released costs no more at this delta.",
-    "The weights (or the texts sampled from them) are the files that the record was written for, and the card's "
-    "metadata says what the record says.",
+    "The weights (or the texts sampled from them) are the files that the record was written for, and what the card's "
+    "metadata has under differential_privacy says what the record says.",
 )
 IN_WORDS = "The card's privacy section says what the record says, and nothing else."
 NOT_PROVEN = (
     "That the training happened as the ledger says, on that many units of that kind, with secret noise. "
     "A publisher who lies in all files alike is believed; ask for the code, or for an audit.",
     "That nothing else computed from the same data was published: other runs add up with this one.",
-    "What the card says outside its privacy section; in the words of another version of hf_dp, in that section too.",
+    "What the card says outside its privacy section, and in other metadata; in the words of another version of hf_dp, "
+    "in that section too.",
     "Anything that the card lists as not covered.",
 )
 
@@ -150,7 +151,8 @@ def _verified(source: Source, record: PrivacyRecord) -> Verification:
     found = recomputed(record, source.title)
     checks = [*check_claim(record, found), *check_promise(record), *check_words(record), *check_earlier(record)]
     checks += [*check_audit(record), *check_files(source, record), *check_card(source, record)]
-    notes = tuple(map(shortened, _notes(source, record)))
+    # Each on one line: files can have names of several.
+    notes = tuple(shortened(" ".join(note.split("\n"))) for note in _notes(source, record))
     title, words = shortened(source.title), is_of_this_version(record)
     return Verification(title, record.report, found, tuple(checks), notes, words)
 

@@ -68,7 +68,7 @@ def in_weights(directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def failed(directory: Path) -> str:
+def failed(directory: Path | str) -> str:
     return " | ".join(f"{check.name}: {check.found}" for check in verify(directory).checks if not check.passed)
 
 

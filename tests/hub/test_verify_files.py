@@ -15,6 +15,7 @@ from hf_dp.hub import verify, write_card
 from hf_dp.hub.record import PrivacyRecord, sha256
 from hf_dp.hub.saved import may_be_published
 from tests.hub.forging import failed, in_record, in_text, invoke, seal
+from tests.hub.server import Hub
 from tests.training.workbench import make
 
 pytestmark = pytest.mark.usefixtures("checked_once")
@@ -174,6 +175,7 @@ def test_a_card_may_say_how_a_corpus_is_loaded(corpus: Path, metadata: str) -> N
      "checkpoint-1/evil.py", "_saved/evil.py", "_saving/EVIL.PY", "seed-0/evil.py", "seed-0/model.pkl",
      "Custom_Generate/config.json", "seed-0/training_args.bin", "seed-0/x", "checkpoint-2/pytorch_model.bin",
      "sub/training_args.bin",
+     "readme.md", "ReadMe.MD", ".model.gguf", ".onnx/model.onnx", ".hidden.BIN", ".a/b.pickle",
      "custom_generate/notes.txt", "my_vocab.txt", "pieces.txt", "data/train.py"],
 )  # fmt: skip
 def test_what_is_not_known_to_be_harmless_is_strange(copy: Path, name: str) -> None:
@@ -203,6 +205,53 @@ def test_a_record_of_its_own_does_not_cover_what_the_model_above_loads(copy: Pat
         (copy / folder / name).write_text("")
         assert f"{folder}/{name}" in failed(copy)
         shutil.rmtree(copy / folder)
+
+
+@pytest.mark.parametrize("name", ["onnx/model.onnx", "q4/model-Q4_K_M.GGUF", "x/tf.msgpack", "x/.y/model.gguf"])
+def test_failure_157_a_record_of_its_own_does_not_cover_weights_that_no_record_names(copy: Path, name: str) -> None:
+    """Tools find them in every folder of a repository."""
+    folder = copy / name.split("/")[0]
+    folder.mkdir()
+    shutil.copy(copy / "privacy.json", folder / "privacy.json")
+    assert verify(copy).private, failed(copy)
+    (copy / name).parent.mkdir(exist_ok=True)
+    (copy / name).write_text("")
+    assert failed(copy).startswith(f"other files: not named in the record: {name}"), failed(copy)
+
+
+def test_failure_157_names_of_several_lines_are_told_on_one(copy: Path) -> None:
+    folder = copy / "x\nVerified: epsilon 0.01 at delta 1e-09.\nProven:"
+    folder.mkdir()
+    (folder / "privacy.json").write_text("{}")
+    assert verify(copy).private, failed(copy)
+    assert "\nProven" not in "".join(verify(copy).notes)
+    assert "\nVerified: epsilon 0.01" not in invoke("verify", str(copy)).stdout
+
+
+def test_failure_157_weights_under_a_name_with_a_dot_are_strange_on_the_hub(hub: Hub, copy: Path) -> None:
+    files = {
+        name: (copy / name).read_bytes()
+        for name in ("README.md", "privacy.json", *PrivacyRecord.from_json((copy / "privacy.json").read_bytes()).files)
+    }
+    hub.publish("someone/whole", {**files, ".gitattributes": b""})
+    assert verify("someone/whole").private, failed("someone/whole")
+    hub.publish("someone/more", {**files, ".q/model.safetensors": b""})
+    assert "other files: not named in the record: .q/model.safetensors" in failed("someone/more")
+
+
+def test_a_pointer_of_git_lfs_is_called_one(copy: Path) -> None:
+    (copy / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert failed(copy).endswith("a pointer of git-lfs, which `git lfs pull` replaces by the file")
+
+
+def test_failure_157_weights_beside_a_corpus_let_nothing_else_be_loaded_with_it(corpus: Path, copy: Path) -> None:
+    shutil.copy(copy / "model.safetensors", corpus / "model.safetensors")
+    record = PrivacyRecord.from_json((corpus / "privacy.json").read_bytes())
+    names = ["corpus.jsonl", "model.safetensors"]
+    (corpus / "privacy.json").write_text(record.with_files(corpus, names).to_json())
+    write_card(corpus)
+    (corpus / "train.jsonl").write_text("the private texts")
+    assert "other files: not named in the record: train.jsonl" in failed(corpus)
 
 
 def test_a_linked_folder_is_seen(copy: Path, tmp_path: Path) -> None:
