@@ -182,7 +182,7 @@ def _check_what_follows(record: PrivacyRecord) -> Check:
         for name, value in vars(claimed).items()
         if name not in _CHECKED_APART
         and not same(value, wanted := getattr(follows, name))
-        and today.get(name) != wanted
+        and not (name in today and today[name] == wanted)
     ]
     if names := claimed.versions.keys() ^ library_versions().keys():
         differing.append(f"versions: missing or unknown {', '.join(sorted(names))}")

@@ -14,7 +14,9 @@ from hf_dp.hub.saved import may_be_published
 from hf_dp.hub.source import Source
 
 # Read by people, by git or by the hub; no library loads them with a model.
-_HARMLESS = ("*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf")
+_HARMLESS = (
+    "*.md", "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.mp4", "*.webm", "*.wav", "*.mp3",
+)  # fmt: skip
 _HARMLESS_STEMS = {"license", "licence", "notice", "copying", "citation", "authors"}
 # What Trainer and DPTrainer leave beside a model on the machine that trained it.
 _LEFT = (

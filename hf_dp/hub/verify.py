@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_dp.accounting import PrivacyReport
+from hf_dp.accounting.earlier import is_of_earlier
 from hf_dp.audit.outcome import LOW_AND_TOLD
 from hf_dp.config import AccountantName
 from hf_dp.config.after import places_of
@@ -175,6 +176,10 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
             f"{record.version} of {RECORD_FILE}; this is {library_versions()['hf_dp']}, which writes {VERSION}, "
             "and compared them with the record's digest alone."
         )
+    planned = {release.label for release in record.mechanism.releases}
+    released = {one.label for one in report.releases if not is_of_earlier(one.label)}
+    if named := sorted(released - planned):
+        yield f"Releases that no config asks for, in words of whoever published them: {', '.join(map(repr, named))}."
     if record.audit is not None:
         yield f"{record.audit} {LOW_AND_TOLD}"
     if record.corpus and not record.weights:

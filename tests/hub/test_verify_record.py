@@ -187,6 +187,29 @@ def test_failure_157_an_rdp_claim_has_no_other_cross_check_beside_it(tmp_path: P
     assert failed(tmp_path).startswith("epsilon (RDP): claimed"), failed(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "value"), [("target_epsilon", 90.0), ("target_tpr", 0.99), ("drawn_from", 48)])
+def test_failure_157_no_budget_is_claimed_that_nobody_promised(tmp_path: Path, name: str, value: Any) -> None:
+    saved_by(tmp_path, privacy=PrivacyConfig(noise_multiplier=1.0))
+    assert verify(tmp_path).private, failed(tmp_path)
+    in_record("report", to=lambda report: {**report, name: value})(tmp_path)
+    seal(tmp_path)
+    assert f"claim and mechanism: {name}: {value} claimed, None follows" in failed(tmp_path)
+
+
+def test_names_of_releases_that_no_config_asks_for_are_said_to_be_the_publishers(copy: Path) -> None:
+    record = PrivacyRecord.from_json((copy / "privacy.json").read_text())
+    ledger = Ledger(record.ledger.promise)
+    for event, count, label in record.ledger.entries:
+        ledger.charge(event, label, count)
+    ledger.charge(dp.GaussianDpEvent(1e6), "Correction, epsilon is 0.01")
+    report = record.mechanism.report(ledger, record.config)
+    (copy / "privacy.json").write_text(dataclasses.replace(record, ledger=ledger, report=report).to_json())
+    seal(copy)
+    found = verify(copy)
+    assert found.private, failed(copy)
+    assert any("in words of whoever published them: 'Correction, epsilon is 0.01'" in note for note in found.notes)
+
+
 def nested(depth: int) -> dict[str, Any]:
     event: dict[str, Any] = {"type": "gaussian", "noise_multiplier": 1.0}
     for _ in range(depth):
