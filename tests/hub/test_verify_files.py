@@ -262,7 +262,8 @@ def test_a_linked_folder_is_seen(copy: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_harmless_and_what_training_leaves_is_no_difference(copy: Path) -> None:
-    for name in (".gitattributes", "LICENSE", "license.txt", "NOTES.md", "figure.png", "samples/1.wav", ".cache/huggingface/x.metadata",
+    for name in (".gitattributes", "LICENSE", "license.txt", "NOTES.md", "figure.png", "a/1.wav",
+                 ".cache/huggingface/x.metadata",
                  "all_results.json", "rng_state_1.pth", "runs/a/events.out.tfevents.1", "final/privacy.json",
                  "final/model.safetensors", "notes.txt", "log.txt", "metrics.json", "requirements.txt", "nohup.out",
                  "slurm-1.out", "x.npy", "plots/x.html", "wandb/run/files/config.yaml", "wandb/run-1.wandb",
