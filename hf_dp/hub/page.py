@@ -13,7 +13,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from hf_dp.hub.card import BEGIN, END, METADATA_KEY, metadata, without_audit
 from hf_dp.hub.charged import same
-from hf_dp.hub.claim import Check, epsilon_tolerance
+from hf_dp.hub.claim import Check, epsilon_tolerance, is_of_this_version
 from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha256_of_text
 from hf_dp.hub.source import Source
 from hf_dp.hub.visible import why_hidden
@@ -21,6 +21,8 @@ from hf_dp.hub.visible import why_hidden
 # Bytes. Time grows with these; the longest cards on the hub are far below.
 _LARGEST_CARD, _LARGEST_HEADER = 1 << 20, 1 << 18
 _DEEPEST, _MOST_ALIASES = 50, 20
+# Rounded up to four digits at least, of what other versions may compute otherwise.
+_AS_PRINTED = 2e-3
 # Of files in the card's own folder.
 _PATTERN = re.compile(r"[\w*?-][\w.*?-]*", re.ASCII)
 # YAML 1.1, which is read here, and YAML 1.2, which the hub reads, take other lines and numbers for the same: 060, 1:30.
@@ -56,6 +58,8 @@ def check_text(card: bytes, record: PrivacyRecord, record_sha256: str, names: Co
     if agrees:
         hidden = why_hidden(body, section)
         yield Check("card, visible", hidden is None, hidden or "the privacy section is read as it was written")
+        if not is_of_this_version(record):
+            yield _check_numbers(section, record)
     if record.is_corpus and (others := _loaded_besides(header[2] if header else "", record.corpus, names)):
         yield Check("card, data", False, f"its metadata has more loaded than the corpus: {', '.join(others)[:200]}")
     claimed = _metadata(header[2]) if header else None
@@ -70,6 +74,30 @@ def check_text(card: bytes, record: PrivacyRecord, record_sha256: str, names: Co
         if not (near if name.startswith("epsilon") else same)(claimed[name], value)
     ]
     yield Check("card, metadata", not differing, "; ".join(differing) or "as in the record")
+
+
+def _check_numbers(section: str, record: PrivacyRecord) -> Check:
+    """The table of a section in the words of another version, which anybody may have written, against the record."""
+    report, found = record.report, record.ledger.epsilons(record.report.delta)
+    numbers: dict[str, float | None] = {f"epsilon, {name.upper()} accountant": found[name] for name in found}
+    numbers |= {"delta": report.delta, "number of units": report.dataset_size, "steps": report.steps}
+    rows = re.findall(r"^\| *([^|(]*[^|( ]) *(?:\([^|]*\))? *\| *([^| ,]*)", section, re.MULTILINE)
+    wrong = [
+        f"{name} {', '.join(told) or 'missing'}, not {wanted:.5g}"
+        for name, wanted in numbers.items()
+        if wanted is not None
+        and not ((told := [value for row, value in rows if row == name]) and all(_is_near(one, wanted) for one in told))
+    ]
+    return Check("card, numbers", not wrong, "; ".join(wrong) or "those of the section's table are the record's")
+
+
+def _is_near(told: str, wanted: float) -> bool:
+    if isinstance(wanted, int):
+        return told == str(wanted)
+    try:
+        return same(float(told), wanted, _AS_PRINTED)
+    except ValueError:
+        return False
 
 
 def _metadata(header: str) -> dict[str, Any] | None:

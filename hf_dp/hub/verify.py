@@ -174,7 +174,7 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
         yield (
             f"The card and its caveats are in the words of hf_dp {report.versions.get('hf_dp')} and version "
             f"{record.version} of {RECORD_FILE}; this is {library_versions()['hf_dp']}, which writes {VERSION}, "
-            "and compared them with the record's digest alone."
+            "and compared them with the record's digest, and the numbers of the card's table, alone."
         )
     planned = {release.label for release in record.mechanism.releases}
     released = {one.label for one in report.releases if not is_of_earlier(one.label)}

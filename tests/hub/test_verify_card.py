@@ -226,6 +226,28 @@ def test_a_card_in_other_words_under_a_new_digest_is_noticed_or_said(copy: Path)
     assert failed(copy) == "words of the card: they do not follow from the record"
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (r"(epsilon, PLD accountant \(tight\)) \| [0-9.]+", r"\1 | 0.1"),
+        (r"(epsilon, RDP accountant \(looser\)) \| [0-9.]+", r"\1 | 0.1"),
+        (r"\| epsilon, PLD accountant .*\n", ""),
+        (r"(\| epsilon, PLD accountant)", r"| epsilon, PLD accountant (by hand) | 0.1 | |\n\1"),
+        (r"\| delta \| [0-9.]+", "| delta | 1e-9"),
+        (r"\| number of units \| 48", "| number of units | 48.01"),
+        (r"\| steps \| 4", "| steps | 1"),
+    ],
+)
+def test_failure_157_numbers_in_words_of_another_version_are_the_records(copy: Path, old: str, new: str) -> None:
+    in_record("report", "versions", "hf_dp", to="0.1.0")(copy)
+    seal(copy)
+    assert verify(copy).private, failed(copy)
+    in_card(old, new)(copy)
+    digest_anew(copy)
+    in_card(r"record_sha256: .*", f"record_sha256: {sha256(copy / 'privacy.json')}")(copy)
+    assert failed(copy).startswith("card, numbers: "), failed(copy)
+
+
 def test_words_of_another_version_are_said_to_be_unchecked(copy: Path) -> None:
     in_record("report", "versions", "hf_dp", to="0.0.1")(copy)
     seal(copy)
