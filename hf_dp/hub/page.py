@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from hf_dp.hub.record import CARD_FILE, RECORD_FILE, PrivacyRecord, sha256, sha2
 from hf_dp.hub.source import Source
 from hf_dp.hub.visible import why_hidden
 
+_ADAPTER = "adapter_config.json"
 # Bytes. Time grows with these; the longest cards on the hub are far below.
 _LARGEST_CARD, _LARGEST_HEADER = 1 << 20, 1 << 18
 _DEEPEST, _MOST_ALIASES = 50, 20
@@ -74,6 +76,22 @@ def check_text(card: bytes, record: PrivacyRecord, record_sha256: str, names: Co
         if not (near if name.startswith("epsilon") else same)(claimed[name], value)
     ]
     yield Check("card, metadata", not differing, "; ".join(differing) or "as in the record")
+
+
+def base_beside(source: Source, record: PrivacyRecord) -> str | None:
+    """What an adapter is loaded onto, where the card's metadata names other models and not that one; None otherwise."""
+    if not {_ADAPTER, CARD_FILE} <= source.names or _ADAPTER not in record.files or not source.is_regular(_ADAPTER):
+        return None
+    config, card = source.path(_ADAPTER), source.path(CARD_FILE)
+    if max(config.stat().st_size, card.stat().st_size) > _LARGEST_CARD:
+        return None
+    try:
+        base = json.loads(config.read_bytes())["base_model_name_or_path"]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+    header = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8-sig", errors="replace"))
+    told = {value for names, value in _values(_names(header[2] if header else "")) if names == ("base_model",)}
+    return str(base) if told and str(base) not in told else None
 
 
 def _check_numbers(section: str, record: PrivacyRecord) -> Check:

@@ -25,7 +25,7 @@ from hf_dp.hub.claim import (
 )
 from hf_dp.hub.earlier import check_earlier
 from hf_dp.hub.files import ABOUT_LOADING, beside, check_files, folders_of_their_own, is_left_over
-from hf_dp.hub.page import check_card
+from hf_dp.hub.page import base_beside, check_card
 from hf_dp.hub.record import LARGEST_EARLIER, RECORD_FILE, VERSION, PrivacyRecord, as_written
 from hf_dp.hub.source import Source, open_source
 from hf_dp.versions import library_versions
@@ -180,6 +180,8 @@ def _notes(source: Source, record: PrivacyRecord) -> Iterator[str]:
     released = {one.label for one in report.releases if not is_of_earlier(one.label)}
     if named := sorted(released - planned):
         yield f"Releases that no config asks for, in words of whoever published them: {', '.join(map(repr, named))}."
+    if (base := base_beside(source, record)) is not None:
+        yield f"The adapter is loaded onto {base!r}, which the card's metadata does not name as its base_model."
     if record.audit is not None:
         yield f"{record.audit} {LOW_AND_TOLD}"
     if record.corpus and not record.weights:

@@ -315,6 +315,19 @@ def test_of_the_models_own_code_a_checkpoint_has_a_copy(copy: Path) -> None:
     assert "checkpoint-2/modeling.py" in failed(copy)
 
 
+@pytest.mark.parametrize(
+    ("told", "is_said"), [("someone/other", True), ("[someone/other, someone/base]", False), ("someone/base", False)]
+)
+def test_an_adapter_on_another_base_than_the_card_names_is_said(copy: Path, told: str, is_said: bool) -> None:
+    (copy / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
+    in_record("files", to=lambda files: {**files, "adapter_config.json": sha256(copy / "adapter_config.json")})(copy)
+    seal(copy)
+    in_text(lambda text: re.sub(r"(base_model: .*\n)?tags:", f"base_model: {told}\ntags:", text, count=1))(copy)
+    found = verify(copy)
+    assert found.private, failed(copy)
+    assert any("loaded onto 'someone/base'" in note for note in found.notes) == is_said, found.notes
+
+
 def test_many_strange_files_are_counted(copy: Path) -> None:
     for i in range(40):
         (copy / f"x{i}.bin").write_text("")
