@@ -91,7 +91,7 @@ def base_beside(source: Source, record: PrivacyRecord) -> str | None:
         return None
     header = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8-sig", errors="replace"))
     told = {value for names, value in _values(_names(header[2] if header else "")) if names == ("base_model",)}
-    return str(base) if told and str(base) not in told else None
+    return base if isinstance(base, str) and told and base not in told else None
 
 
 def _check_numbers(section: str, record: PrivacyRecord) -> Check:
