@@ -46,6 +46,16 @@ _SMALL_CLASS = re.compile(r"(^|[\s:!])(float|h|max-h|size|leading)-")
 _OF_PICTURES = {"height", "float"}
 # Marks over one letter; no script has as many, and with more they reach over other lines.
 _MOST_MARKS = 8
+# Tags as browsers read them (https://html.spec.whatwg.org/multipage/parsing.html#tokenization), and what begins one.
+_TAG = re.compile(
+    r"""<(?:!--.*?-->|/[a-z][a-z0-9-]*[ \t\n\f]*>|[a-z][^ \t\n\f/>]*+(?:[ \t\n\f/]*+[^ \t\n\f/>][^ \t\n\f/>=]*+"""
+    r"""[ \t\n\f]*+(?:=[ \t\n\f]*+(?:"[^"]*"|'[^']*'|[^ \t\n\f"'>][^ \t\n\f>]*+|(?=>))|(?!=)))*+[ \t\n\f/]*+>)""",
+    re.IGNORECASE | re.DOTALL | re.ASCII,
+)
+_BEGINS_A_TAG = re.compile(r"<[a-z!/?]", re.IGNORECASE | re.ASCII)
+# Where addresses are links without marks around them, they have the mark in them that makes no tag of the next letters.
+_TAG_BEHIND_ADDRESS = re.compile(r"(?:://|www\.|@|mailto:|xmpp:)[^\s<]*(?:[\\`][^\s<]*|\]\()<")
+_FOOTNOTE = re.compile(r"\[\^[^]\n]*\]:")
 # What stands between these the hub makes a formula of, before it reads Markdown: whatever lies there, code too.
 _FORMULAS = (("$$", "$$"), (r"\\(", r"\\)"))
 # In formulas these show something elsewhere, or what they are is said elsewhere. A length follows a command, another
@@ -62,7 +72,15 @@ def why_hidden(body: str, section: str) -> str | None:
         return f"the card is too long to tell what of it is seen (more than {_LARGEST_TEXT} bytes)"
     if (formula := _formula_over(body, section)) is not None:
         return formula
-    here, alone = _seen(body), _seen(section)
+    if (behind := _TAG_BEHIND_ADDRESS.search(body.replace(section, ""))) is not None:
+        return f"a tag could begin behind the address in {behind[0]}"
+    # Some readers take for a table, or a footnote, what others take for code, HTML or the definition of a link.
+    bodies = dict.fromkeys((body, _FOOTNOTE.sub("", body)))
+    whys = (_why_otherwise(_seen(one, tables), _seen(section, tables)) for one in bodies for tables in (True, False))
+    return next(filter(None, whys), None)
+
+
+def _why_otherwise(here: _Page, alone: _Page) -> str | None:
     if here.around is None:
         return "it lies in code, or in a comment"
     if here.around:
@@ -86,12 +104,27 @@ def _formula_over(body: str, section: str) -> str | None:
     return None if moving is None else f"a formula with {moving[0]} could lie over it"
 
 
-def _seen(text: str) -> _Page:
-    rendered = MarkdownIt("commonmark").enable("table").render(text)
-    page = _Page(rendered)
-    page.feed(rendered)
-    page.close()
+def _seen(text: str, tables: bool) -> _Page:
+    markdown = MarkdownIt("commonmark")
+    rendered = (markdown.enable("table") if tables else markdown).render(text)
+    page, tags = _Page(rendered), _tags(rendered)
+    if tags is not None:
+        page.feed(rendered)
+        page.close()
+    if tags != page.tags:
+        page.around, page.styling = [], "a tag that has no end, or another for some browsers,"
     return page
+
+
+def _tags(rendered: str) -> list[str] | None:
+    """All tags that begin an element, as browsers read them; None where something begins as one and is none."""
+    found, at = list[str](), 0
+    while (begun := _BEGINS_A_TAG.search(rendered, at)) is not None:
+        if (tag := _TAG.match(rendered, begun.start())) is None:
+            return None
+        found += [tag[0]] if tag[0][1] not in "!/" else []
+        at = tag.end()
+    return found
 
 
 def _could_lie_over_others(tag: str, attribute: str, value: str) -> bool:
@@ -110,6 +143,7 @@ class _Page(HTMLParser):
     Attributes:
         around: names of the elements that are open where the section begins; None if nothing begins there.
         inside: what is between the section's marks.
+        tags: all that begin an element, as they are written.
         styling: what acts on others than those inside it, or is read otherwise by browsers than here, if there is any.
     """
 
@@ -119,6 +153,7 @@ class _Page(HTMLParser):
         self.around: list[str] | None = None
         self.inside: list[tuple[object, ...]] = []
         self.styling: str | None = None
+        self.tags: list[str] = []
         self._open: list[str] = []
         self._is_inside = False
 
@@ -128,6 +163,7 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._note("start", tag, *attrs)
+        self.tags.append(self.get_starttag_text() or "")
         if self._open[-1:] == ["p"] and tag in _AFTER_P:
             self._open.pop()
         is_strange = "svg" in self._open and tag not in _DRAWN
