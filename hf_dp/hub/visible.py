@@ -54,8 +54,8 @@ _TAG = re.compile(
 )
 _BEGINS_A_TAG = re.compile(r"<[a-z!/?]", re.IGNORECASE | re.ASCII)
 # Where addresses are links without marks around them, they have the mark in them that makes no tag of the next letters.
-_TAG_BEHIND_ADDRESS = re.compile(r"(?:://|www\.|@|mailto:|xmpp:)[^\s<]*(?:[\\`][^\s<]*|\]\()<")
-_FOOTNOTE = re.compile(r"\[\^[^]\n]*\]:")
+_ADDRESS, _MARK_IN_ADDRESS = re.compile(r"://|www\.|@|mailto:|xmpp:"), re.compile(r"[\\`]|\]\($")
+_FOOTNOTE = re.compile(r"\[\^[^]\n]{0,999}\]:")
 # What stands between these the hub makes a formula of, before it reads Markdown: whatever lies there, code too.
 _FORMULAS = (("$$", "$$"), (r"\\(", r"\\)"))
 # In formulas these show something elsewhere, or what they are is said elsewhere. A length follows a command, another
@@ -72,8 +72,10 @@ def why_hidden(body: str, section: str) -> str | None:
         return f"the card is too long to tell what of it is seen (more than {_LARGEST_TEXT} bytes)"
     if (formula := _formula_over(body, section)) is not None:
         return formula
-    if (behind := _TAG_BEHIND_ADDRESS.search(body.replace(section, ""))) is not None:
-        return f"a tag could begin behind the address in {behind[0]}"
+    # Each with what stands before it, up to a blank.
+    for before in (re.split(r"\s", part)[-1] for part in body.split("<")[:-1]):
+        if (begun := _ADDRESS.search(before)) is not None and _MARK_IN_ADDRESS.search(before, begun.start()):
+            return f"a tag could begin behind the address in {before[:100]}"
     # Some readers take for a table, or a footnote, what others take for code, HTML or the definition of a link.
     bodies = dict.fromkeys((body, _FOOTNOTE.sub("", body)))
     whys = (_why_otherwise(_seen(one, tables), _seen(section, tables)) for one in bodies for tables in (True, False))
