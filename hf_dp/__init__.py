@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_dp.training.trainer import DPTrainer, DPTrainerMixin
 
 # In every record: it changes when another epsilon is computed from the same ledger, too.
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "DPTrainer",

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hf_dp.accounting import NO_NOISE, REPRODUCIBLE, Ledger, PrivacyReport, clipping_in_words, in_words, noise_in_words
+from hf_dp.accounting import (
+    NO_NOISE,
+    REPRODUCIBLE,
+    TRAINING_STEP,
+    Ledger,
+    PrivacyReport,
+    clipping_in_words,
+    in_words,
+    noise_in_words,
+)
 from hf_dp.accounting.accountants import is_composed
 from hf_dp.accounting.caveats import TOGETHER
 from hf_dp.accounting.risk import Risk, group_epsilons, groups_in_words, rates, risk
@@ -13,6 +22,7 @@ from hf_dp.audit.outcome import LOW_AND_TOLD, Audit
 from hf_dp.config import AccountantName, PrivacyConfig
 from hf_dp.config.asked import notes
 from hf_dp.figures import at_most, one_in, percent, times, upper
+from hf_dp.hub.charged import charged_with
 from hf_dp.hub.record import INSTALL, RECORD_FILE, PrivacyRecord
 
 BEGIN, END = "<!-- hf_dp privacy begins -->", "<!-- hf_dp privacy ends -->"
@@ -40,6 +50,8 @@ _IN_A_WORD = {
     "versions": "the programs that computed epsilon",
     _SAVED: "when, by the clock of the machine that saved it",
 }
+# What somebody writes right behind it would be read as a part of it.
+_THE_END = "*Here ends what hf_dp wrote of privacy.*"
 _EVALUATION = "Evaluation data, and metrics computed from it, are not covered."
 
 
@@ -69,6 +81,8 @@ def privacy_section(
         "Then `hf-dp verify OWNER/NAME`, with the name of this repository, "
         f"computes epsilon again from the ledger in `{RECORD_FILE}`, and compares it with this card and the files with "
         "their digests. That the ledger is a true record of the training is the word of whoever published it.",
+        "",
+        _THE_END,
         END,
     ]
     return "\n".join(lines)
@@ -157,6 +171,15 @@ def _absent(report: PrivacyReport) -> str:
     return "added nothing to the training" if report.dataset_size is not None else "not been in the data"
 
 
+def _in_which_steps(ledger: Ledger) -> str:
+    probabilities = [
+        (charged_with(event, 1.0), count) for event, count, label in ledger.entries if label == TRAINING_STEP
+    ]
+    if len({q for q, _ in probabilities}) < 2:
+        return "in each step"
+    return f"in each of the last {probabilities[-1][1]} steps (before them as below, under what was released)"
+
+
 def _budget_of_attacks(report: PrivacyReport) -> dict[str, str]:
     if report.target_tpr is None:
         return {}
@@ -197,7 +220,8 @@ def _rows(
         "number of units": _number(report, config),
         "sampling": f"{report.sampling}: each {_drawn(report, config)} with probability "
         f"{report.sampling_probability:.4g} "
-        "in each step, " + (f"sums divided by {size}" if report.dataset_size is None else f"{size} on average"),
+        f"{_in_which_steps(ledger)}, "
+        + (f"sums divided by {size}" if report.dataset_size is None else f"{size} on average"),
         "steps": f"{report.steps}",
         "noise multiplier": noise_in_words(report.noise, report.noise_multiplier),
         "clipping norm": clipping_in_words(report.clipping, report.clipping_norm, report.clipping_groups),

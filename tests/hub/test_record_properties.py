@@ -99,3 +99,23 @@ def test_half_a_report_is_refused(holes: dict[str, None]) -> None:
     if holes:
         with pytest.raises(LedgerError, match="not a privacy report"):
             PrivacyRecord.from_json(json.dumps(values))
+
+
+def test_the_card_says_in_which_steps_the_probability_was_that() -> None:
+    """A ledger may go on with other batches: the table of what was released has those before."""
+
+    def sampled(*charges: tuple[float, int]) -> str:
+        record = record_of([(step_event(1.0, q), TRAINING_STEP, count) for q, count in charges])
+        section = privacy_section(record.report, record.ledger, record.config)
+        return next(line for line in section.split("\n") if line.startswith("| sampling |"))
+
+    assert "probability 0.1 in each step, 100 on average" in sampled((0.1, 3), (0.1, 2))
+    assert "probability 0.1 in each of the last 2 steps (before them as below" in sampled((0.5, 3), (0.1, 2))
+
+
+def test_the_section_says_where_it_ends() -> None:
+    """What stands behind it is not taken for a part of it."""
+    record = record_of([(step_event(1.0, 0.1), TRAINING_STEP, 1)])
+    assert privacy_section(record.report, record.ledger, record.config).split("\n")[-2] == (
+        "*Here ends what hf_dp wrote of privacy.*"
+    )
