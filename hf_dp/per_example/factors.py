@@ -22,6 +22,7 @@ from hf_dp.per_example.long_sums import AT_ONCE, united, united_where_they_are
 from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.products import (
     BLOCK,
+    NO_DOUBT,
     SHORT_BLOCK,
     Doubt,
     add_weighted_,
@@ -66,6 +67,13 @@ class Outer:
         left = self.left.row_norms() if left is None else left
         right = self.right.row_norms() if right is None else right
         return Lengths(left, right, abs(self.scale), Doubt.of(self.left.tensor, self.right.tensor, is_kept))
+
+    @property
+    def doubt(self) -> tuple[Doubt, int]:
+        """How its norm is made, and of how many positions."""
+        if self.given is not None:
+            return self.given.doubt, self.given.left.shape[-1]
+        return Doubt.of(self.left.tensor, self.right.tensor), self.left.tensor.shape[1]
 
     @property
     def likeness(self) -> Hashable:
@@ -194,6 +202,11 @@ class PerExample:
         dtype = sum_dtype(positions.dtype)
         lengths = Lengths(torch.linalg.vector_norm(positions, dim=2, dtype=dtype))
         return cls(positions.sum(1, dtype=dtype), lengths=lengths)
+
+    @property
+    def doubt(self) -> tuple[Doubt, int]:
+        """As of `Outer`."""
+        return (NO_DOUBT, 1) if self.lengths is None else (self.lengths.doubt, self.lengths.left.shape[-1])
 
     @property
     def transposed(self) -> PerExample:

@@ -6,6 +6,7 @@ own rounding, in whatever form the gradient is kept, which depends on all exampl
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -72,10 +73,11 @@ class Lengths:
         return (self.scale * magnitude).masked_fill(total + of_left + of_right > largest, math.inf)
 
 
-def most_times(lengths: Lengths) -> float:
+@functools.lru_cache(1024)
+def most_times(doubt: Doubt, positions: int) -> float:
     """How many times as much rounding an example has at most as it would have if products were added up exactly."""
-    everywhere = torch.ones(1, lengths.left.shape[-1], dtype=torch.bool)
-    return 1.0 + float(unsure(lengths.doubt._replace(is_kept=False), everywhere)) / _ROUNDING
+    everywhere = torch.ones(1, positions, dtype=torch.bool)
+    return 1.0 + float(unsure(doubt._replace(is_kept=False), everywhere)) / _ROUNDING
 
 
 def magnitudes(several: Sequence[Lengths]) -> list[Tensor]:

@@ -131,7 +131,7 @@ def _refined(uses: Sequence[Factors], norms: Tensor, bound: Tensor) -> Tensor:
     if norms.dtype == torch.float64 or not answers_at_once(norms.device):
         return norms
     # Wherever the longest of a micro-batch reaches: which is taken so is no part of the promise.
-    times = max((most_times(lengths) for use in uses if (lengths := _lengths(use)) is not None), default=1.0)
+    times = max(most_times(*use.doubt) for use in uses)
     doubtful = bound.isfinite() & (bound > _DOUBTFUL * times * norms)
     if not bool(doubtful.any()):
         return norms
@@ -212,13 +212,9 @@ def _is_norm(use: Factors) -> bool:
     return isinstance(use, PerExample) and use.lengths is None
 
 
-def _lengths(use: Factors) -> Lengths | None:
-    return use.lengths() if isinstance(use, Outer) else use.lengths
-
-
 def magnitude_of(use: Factors) -> Tensor:
     """(B,): what the norm could be if nothing cancelled between positions."""
-    lengths = _lengths(use)
+    lengths = use.lengths() if isinstance(use, Outer) else use.lengths
     if lengths is not None:
         return lengths.magnitude()
     assert isinstance(use, PerExample)

@@ -232,7 +232,7 @@ def unsure(doubt: Doubt, used: Tensor) -> Tensor | float:
         # They may begin within what is multiplied at once.
         sums = 2 * _CUT * (reach.clamp_max(BLOCK) / _AT_ONCE + 2) + _SPLIT
     else:
-        sums = reach.to(torch.float32)
+        sums = reach.clamp_max(SHORT_BLOCK) + reach / SHORT_BLOCK
     always = instantiated_from(math.prod(doubt.widths), sum(doubt.widths), doubt.on_cores[2])
     doubts: Tensor = sides + sums
     return doubts.masked_fill(reach >= always, 0.0) if doubt.is_kept else doubts

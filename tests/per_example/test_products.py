@@ -236,7 +236,7 @@ def test_elsewhere_factors_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not products._has_tensor_cores(torch.device("cpu"), torch.bfloat16)
     assert products.Doubt.of(left.values, right.values) == products.Doubt((3, 4))
     unsure = products.unsure(products.Doubt((3, 4)), torch.ones(2, 5, dtype=torch.bool))
-    assert torch.equal(torch.as_tensor(unsure), torch.full((2,), (3 + 4) / 2 + 7 / products.SHORT_BLOCK + 5))
+    assert torch.equal(torch.as_tensor(unsure), torch.full((2,), (3 + 4) / 2 + (7 + 5) / products.SHORT_BLOCK + 5))
 
     def never(left: Tensor, right: Tensor) -> Tensor:
         raise AssertionError
