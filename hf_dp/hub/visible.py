@@ -8,6 +8,7 @@ import unicodedata
 from html.parser import HTMLParser
 
 from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
 
 from hf_dp.hub.card import BEGIN, END
 
@@ -55,6 +56,11 @@ _TAG = re.compile(
 _BEGINS_A_TAG = re.compile(r"<[a-z!/?]", re.IGNORECASE | re.ASCII)
 # Where addresses are links without marks around them, they have the mark in them that makes no tag of the next letters.
 _ADDRESS, _MARK_IN_ADDRESS = re.compile(r"://|www\.|@|mailto:|xmpp:"), re.compile(r"[\\`]|\]\($")
+# What hides marks from an address behind it; and an address, which hides those in it from the text behind.
+_CODE_OR_ADDRESS = re.compile(
+    r"\\.|(?P<code>`++).*?[^`](?P=code)(?!`)|`++|<[^<>]*>|(?P<address>(?:" + _ADDRESS.pattern + r")[^\s<]*+)",
+    re.DOTALL,
+)
 _FOOTNOTE = re.compile(r"\[\^[^]\n]{0,999}\]:")
 # What stands between these the hub makes a formula of, before it reads Markdown: whatever lies there, code too.
 _FORMULAS = (("$$", "$$"), (r"\\(", r"\\)"))
@@ -62,7 +68,7 @@ _FORMULAS = (("$$", "$$"), (r"\\(", r"\\)"))
 # argument or a comment: in GPT-2 in, and in - 2 inputs, is none.
 _MOVING_FORMULA = re.compile(
     r"\\(raise|lower|rule|smash|genfrac|@|expandafter|noexpand|\w*def|\w*let|\w*command|html\w+|includegraphics)"
-    r"|(\\[A-Za-z]+\s*\*?|[][{}]|%[^\n]*)\s*-\s*[\d.]+\s*(em|ex|px|pt|mu|cm|mm|in|bp|pc|dd|cc|nd|nc|sp)"
+    r"|(\\[A-Za-z]++\s*+\*?|[][{}%])\s*+-\s*[\d.]+\s*(em|ex|px|pt|mu|cm|mm|in|bp|pc|dd|cc|nd|nc|sp)"
 )
 
 
@@ -76,9 +82,10 @@ def why_hidden(body: str, section: str) -> str | None:
     for before in (re.split(r"\s", part)[-1] for part in body.split("<")[:-1]):
         if (begun := _ADDRESS.search(before)) is not None and _MARK_IN_ADDRESS.search(before, begun.start()):
             return f"a tag could begin behind the address in {before[:100]}"
-    # Some readers take for a table, or a footnote, what others take for code, HTML or the definition of a link.
+    # Some readers take for a table, a footnote or an address what others take for code, HTML or a link.
     bodies = dict.fromkeys((body, _FOOTNOTE.sub("", body)))
-    whys = (_why_otherwise(_seen(one, tables), _seen(section, tables)) for one in bodies for tables in (True, False))
+    readers = (_markdown(), _markdown("table"), _markdown("table", addresses=True))
+    whys = (_why_otherwise(_seen(one, reader), _seen(section, reader)) for one in bodies for reader in readers)
     return next(filter(None, whys), None)
 
 
@@ -102,13 +109,31 @@ def _formula_over(body: str, section: str) -> str | None:
     within = [
         body[body.find(begin) + len(begin) : max(0, body.rfind(end))] for begin, end in _FORMULAS if begin in body
     ]
+    # A comment goes on to the end of its line; \% begins none.
+    within += [re.sub(r"%[^\n]*", "%", formulas) for formulas in within]
     moving = next(filter(None, map(_MOVING_FORMULA.search, within)), None)
     return None if moving is None else f"a formula with {moving[0]} could lie over it"
 
 
-def _seen(text: str, tables: bool) -> _Page:
-    markdown = MarkdownIt("commonmark")
-    rendered = (markdown.enable("table") if tables else markdown).render(text)
+def _markdown(*others: str, addresses: bool = False) -> MarkdownIt:
+    """CommonMark with `others` of its extensions, and maybe with `addresses` that are links without marks around."""
+    markdown = MarkdownIt("commonmark").enable(list(others))
+    if addresses:
+        markdown.core.ruler.after("block", "addresses", _take_marks_out_of_addresses)
+    return markdown
+
+
+def _take_marks_out_of_addresses(state: StateCore) -> None:
+    def without_marks(found: re.Match[str]) -> str:
+        return found[0] if found["address"] is None else re.sub(r"[\\`]|\]\(", "", found[0])
+
+    for token in state.tokens:
+        if token.type == "inline":
+            token.content = _CODE_OR_ADDRESS.sub(without_marks, token.content)
+
+
+def _seen(text: str, markdown: MarkdownIt) -> _Page:
+    rendered = markdown.render(text)
     page, tags = _Page(rendered), _tags(rendered)
     if tags is not None:
         page.feed(rendered)

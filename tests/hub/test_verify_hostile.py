@@ -90,6 +90,7 @@ def test_a_record_beyond_all_measure_is_refused_on_one_screen(
         in_text(lambda text: text + f"{END}\n{BEGIN}\n" * 15_000),
         in_text(lambda text: text + "[" * 900_000),
         in_text(lambda text: f"{text}\n\n<div {'[^' * 9000}{'@' * 9000}{'<a ' * 9000}"),
+        in_text(lambda text: f"{text}\n\n$$ {'%' * 27000}\\a{' ' * 27000}$$ <style>"),
         in_text(lambda text: text + "x" * (1 << 21)),
     ],
     ids=[
@@ -104,6 +105,7 @@ def test_a_record_beyond_all_measure_is_refused_on_one_screen(
         "crossed markers",
         "brackets",
         "tags",
+        "formulas",
         "bytes",
     ],
 )
