@@ -29,7 +29,7 @@ _AS_PRINTED = 2e-3
 _PATTERN = re.compile(r"[\w*?-][\w.*?-]*", re.ASCII)
 # YAML 1.1, which is read here, and YAML 1.2, which the hub reads, take other lines and numbers for the same: 060, 1:30.
 _OTHER_LINES = re.compile("[\x85\u2028\u2029\ufeff]")
-_SAME_IN_BOTH = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]+)?(e[+-]?[0-9]+)?|true|false", re.IGNORECASE)
+_SAME_IN_BOTH = re.compile(r"(0|[1-9][0-9]*)(\.[0-9]*)?(e[+-]?[0-9]+)?|true|false", re.IGNORECASE)
 # C is ten times as fast, where PyYAML was built with it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ def test_a_text_around_the_section_may_be_written(copy: Path) -> None:
 )
 def test_metadata_of_other_names_may_be_written_with_anchors_and_in_any_form(copy: Path, words: str) -> None:
     in_card("differential_privacy:", f"{words}\ndifferential_privacy:")(copy)
+    assert verify(copy).private, failed(copy)
+
+
+def test_numbers_may_be_written_as_js_yaml_does(copy: Path) -> None:
+    """As `1.e-7`, which is the same in both versions of YAML."""
+    _, digits, exponent = Decimal(repr(verify(copy).report.delta)).as_tuple()
+    in_card(r"delta: 0\S+", f"delta: {''.join(map(str, digits))}.e{exponent}")(copy)
     assert verify(copy).private, failed(copy)
 
 
