@@ -115,7 +115,9 @@ class ModelSize:
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         config: Any = getattr(model, "config", None)
         routes = getattr(config and config.get_text_config(), "num_experts_per_tok", None) or 0
-        kernels = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Conv1d, nn.ConvTranspose1d))}
+        # Transformers' own dispatch says of itself how experts lie. In others, as Llama 4's, gradients are kept whole.
+        experts = [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
+        routed = {id(p) for m in experts for p in m.parameters(recurse=False) if p.dim() == 3}
         names: dict[int, tuple[str, ...]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             names[id(p)] = (*names.get(id(p), ()), name)
@@ -126,7 +128,7 @@ class ModelSize:
             own, is_table = names[id(p)], id(p) in looked_up
             # Encoder and decoder look up in one table by a name each, and by a third that neither uses.
             uses = is_table + sum(not is_table or name.rpartition(".")[0] not in tables for name in own)
-            own_routes = routes if p.dim() == 3 and unit and id(p) not in kernels else 0
+            own_routes = routes if id(p) in routed else 0
             found.append(Parameter(tuple(p.shape), trained, unit, is_table, uses, own, own_routes))
             if lora_rank is not None and unit and p.dim() == 2:
                 for side, shape in (("A", (lora_rank, p.shape[1])), ("B", (p.shape[0], lora_rank))):

@@ -87,6 +87,18 @@ def test_factors_of_experts_are_those_of_the_positions_that_they_are_given(tmp_p
             assert sum(kept) == 3 * p.factor_numbers(16)[1]
 
 
+def test_experts_that_are_given_all_positions_are_kept_whole() -> None:
+    """Llama 4 multiplies every position by the matrices of all of them."""
+    model = tiny("llama4", "causal_lm", torch.float32)
+    experts = [p for p in ModelSize.of(model).parameters if "experts" in p.names[0] and len(p.shape) == 3]
+    found = record(model, per_example_losses, text_batch("causal_lm", 3, 16, torch.float32))
+    for p in experts:
+        assert p.routes == 0
+        assert p.factor_numbers(16)[0] == p.numel
+        assert {use.values[0].numel() for use in found.factors[p.names[0]]} == {p.numel}
+    assert experts
+
+
 @pytest.mark.parametrize("kind", ["t5", "bart", "whisper"])
 def test_of_an_encoder_and_a_decoder_both_are_counted_and_one_use_as_a_head(kind: str, tmp_path: Path) -> None:
     """As causal language models BART and Whisper would be their decoders; T5's table has four names."""
