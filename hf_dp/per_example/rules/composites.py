@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_dp.per_example.followed.axes import is_plainly_folded
+from hf_dp.per_example.followed.axes import is_mask, is_plainly_folded
 from hf_dp.per_example.rules.attention import attention
 from hf_dp.per_example.rules.contractions import CONTRACTIONS
 from hf_dp.per_example.rules.recurrent import LAYERS
@@ -152,15 +152,18 @@ def _rows(input: Tensor, dim: int, index: Tensor) -> Any:
 
 def _columns(input: Tensor, index: Any) -> Any:
     """What all of the first axes have at some numbers of the next: `table[:, numbers]`."""
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = index if isinstance(index, tuple) and index else (index,)
     is_known = isinstance(input, WatchedParameter) and any(isinstance(part, Tensor) for part in parts)
     if parts[0] is Ellipsis:
-        whole = input.dim() - len(parts) + 1
+        whole = input.dim() - sum(part.dim() if is_mask(part) else 1 for part in parts[1:])
     else:
         whole = next((k for k, p in enumerate(parts) if not (isinstance(p, slice) and p == slice(None))), 0)
     picks = parts[1 if parts[0] is Ellipsis else whole :]
-    if not is_known or whole < 1 or any(part is None or part is Ellipsis for part in picks):
+    if not is_known or whole < 1 or any(part is None or part is Ellipsis or isinstance(part, bool) for part in picks):
         return NotImplemented
+    numbers = [k for k, part in enumerate(picks) if not isinstance(part, (slice, int))]
+    if any(isinstance(part, slice) for part in picks[numbers[0] : numbers[-1]]):
+        return NotImplemented  # What they pick then comes before all else.
     led = input.T if input.dim() == 2 else input.permute(*range(whole, input.dim()), *range(whole))
     return led[picks].movedim(tuple(range(-whole, 0)), tuple(range(whole)))
 

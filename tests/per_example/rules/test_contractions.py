@@ -15,6 +15,8 @@ from hf_dp.per_example import loop, preflight, record
 from hf_dp.per_example.factors import Outer
 from tests.per_example.small import Small, batch, parameter, relative_error, square
 
+SOME, SEVERAL = torch.arange(16).view(4, 4) % 5 == 1, torch.tensor([3, 0, 1])
+
 
 def ids(x: Tensor) -> Tensor:
     return (x[..., 0].detach() * 9).long() % 7
@@ -180,6 +182,15 @@ _MODELS: dict[str, Small] = {
         * m.w[:, :, ids(x)[:, 0]].sum((0, 1, 3))[:, None],
         w=parameter(2, 3, 7, 2),
     ),
+    "columns by masks of several axes": Small(
+        lambda m, x: (m.linear(x)[..., :1] * torch.cat([m.w[..., SOME], m.v[..., SOME][1], m.v[:, SOME][2]])).cos(),
+        **linear(), w=parameter(4, 4), v=parameter(4, 4, 4),
+    ),
+    "columns apart": Small(
+        lambda m, x: (m.linear(x)[:, :3, :1, None] * m.w[:, SEVERAL, :, SEVERAL][:, :, 1:]).cos() * x[:, :3, :, None],
+        **linear(), w=parameter(4, 4, 4, 4),
+    ),
+    "no index": Small(lambda m, x: m.linear(x) * m.w[()], **linear(), w=parameter(4)),
     "selected columns": Small(
         lambda m, x: m.w.index_select(1, ids(x)[:, 0]).T.cos() + m.v.index_select(2, ids(x)[:, 1]).sum((0, 1))[:, None],
         w=parameter(4, 7), v=parameter(2, 3, 7),
