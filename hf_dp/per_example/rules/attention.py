@@ -59,6 +59,8 @@ def attention(
         attn_mask, key_padding_mask = (m if m is None else F.pad(m, (0, 1)) for m in (attn_mask, key_padding_mask))
     q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in projected)
     scores = q @ k.mT * q.shape[-1] ** -0.5
+    if is_causal and key_padding_mask is None and not need_weights:  # torch then looks at no mask
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     if attn_mask is not None:
         mask = _added(attn_mask, scores)
         scores = scores + (mask.view_as(scores) if mask.dim() == 3 and len(mask) > 1 else mask)

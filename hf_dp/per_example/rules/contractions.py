@@ -135,11 +135,23 @@ def _matmul(input: Any, other: Any) -> Any:
     return F.linear(other.mT, input).mT if input.dim() == 2 else torch.matmul(other.mT, input)
 
 
-def _added_product(input: Any, first: Any, second: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    product: Any = torch.matmul(first, second)
+def _mm(input: Any, mat2: Any) -> Any:
+    return torch.matmul(input, mat2)
+
+
+def _mv(input: Any, vec: Any) -> Any:
+    return torch.matmul(input, vec)
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    product: Any = torch.matmul(mat1, mat2)
     product = product if alpha == 1 else product * alpha
     # What is left out may be infinite.
     return product if beta == 0 else product + (input if beta == 1 else input * beta)
+
+
+def _addmv(input: Any, mat: Any, vec: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    return _addmm(input, mat, vec, beta=beta, alpha=alpha)
 
 
 def _tensordot(a: Any, b: Any, dims: Any = 2, out: None = None) -> Any:
@@ -171,8 +183,10 @@ CONTRACTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         torch.einsum: _einsum,
         **dict.fromkeys((torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__), _multiply),
         **dict.fromkeys((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _matmul),
-        **dict.fromkeys((torch.mm, torch.Tensor.mm, torch.mv, torch.Tensor.mv), torch.matmul),
-        **dict.fromkeys((torch.addmm, torch.Tensor.addmm, torch.addmv, torch.Tensor.addmv), _added_product),
+        **dict.fromkeys((torch.mm, torch.Tensor.mm), _mm),
+        **dict.fromkeys((torch.mv, torch.Tensor.mv), _mv),
+        **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
+        **dict.fromkeys((torch.addmv, torch.Tensor.addmv), _addmv),
         torch.tensordot: _tensordot,
         **dict.fromkeys((torch.inner, torch.Tensor.inner), _inner),
         **dict.fromkeys((torch.outer, torch.Tensor.outer, torch.ger, torch.Tensor.ger), _outer),

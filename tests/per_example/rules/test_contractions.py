@@ -80,6 +80,11 @@ _MODELS: dict[str, Small] = {
     "a summand that is left out": Small(
         lambda m, x: torch.addmm(x[:, 0] / 0, m.linear(x[:, 1]), m.w, beta=0), **linear(), w=parameter(4, 4)
     ),
+    "products by name": Small(
+        lambda m, x: torch.addmm(x[:, 0], mat1=torch.mm(x[:, 1], mat2=m.w), mat2=m.w.mm(mat2=m.w))
+        + torch.mv(x[:, 2], vec=m.w.mv(vec=m.w[0]))[:, None] + m.w[1].addmv(mat=m.w, vec=m.w[2]),
+        w=parameter(4, 4),
+    ),
     "addmv": Small(lambda m, x: torch.addmv(x[:, 0, 0], m.linear(x[:, 1]), m.w)[:, None], **linear(), w=parameter(4)),
     "tensordot": Small(lambda m, x: torch.tensordot(m.linear(x), m.w, dims=1).cos(), **linear(), w=parameter(4, 3)),
     "tensordot over two axes": Small(
@@ -205,6 +210,11 @@ _MODELS: dict[str, Small] = {
     "attention with a position of zeros, and another, masked": Small(
         lambda m, x: m.attention(x, x, x, attn_mask=torch.ones(6, 6).triu(1).bool())[0],
         attention=nn.MultiheadAttention(4, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True),
+    ),
+    "attention to what came before, and zeros": Small(
+        lambda m, x: m.attention(x, x, x, attn_mask=torch.ones(6, 6).triu(1).bool(), is_causal=True,
+            need_weights=False)[0],
+        attention=nn.MultiheadAttention(4, 2, add_zero_attn=True, batch_first=True),
     ),
     "a state of all": Small(
         lambda m, x: m.layer(x, m.w.expand(1, len(x), 3))[0] + m.layer(x, m.w.cos().repeat(1, len(x), 1))[0].cos(),
