@@ -81,6 +81,8 @@ def _pair(x: Tensor, of_x: str, y: Any, of_y: str, kept: str) -> tuple[Tensor, s
         return ordered if list(ordered.shape) == shape else ordered.reshape(shape)
 
     def product(x: Any, y: Any) -> Any:
+        if not summed:  # which is no product of matrices, for autocast either
+            return grouped(x, of_x, *rest, *each, "") * grouped(y, of_y, *each, new)
         if not each:
             return F.linear(grouped(x, of_x, *rest, summed), grouped(y, of_y, new, summed))
         if not new:
@@ -89,7 +91,8 @@ def _pair(x: Tensor, of_x: str, y: Any, of_y: str, kept: str) -> tuple[Tensor, s
         first, *others = rest
         return torch.matmul(grouped(x, of_x, first, each, others, summed), grouped(y, of_y, each, summed, new))
 
-    order = [*rest, *new] if not each else [*rest, *each] if not new else [rest[0], *each, *rest[1:], *new]
+    is_matmul = each and new and summed
+    order = [rest[0], *each, *rest[1:], *new] if is_matmul else [*rest, *each, *new]
     made = by_real_parts(product, x, y) if x.is_complex() or y.is_complex() else product(x, y)
     return made.reshape([sizes[axis] for axis in order]), "".join(order)
 

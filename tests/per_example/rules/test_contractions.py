@@ -286,6 +286,23 @@ def test_as_torch_has_it_under_autocast(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.losses, square(model, data).detach(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    "angles", [torch.outer, lambda places, w: torch.einsum("i,j->ij", places, w), lambda places, w: places[:, None] * w]
+)
+def test_what_sums_nothing_keeps_its_bits_under_autocast(angles: Any) -> None:
+    """Learnt frequencies of rotations: of a thousandth position 16 bits would leave nothing."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        made: Tensor = m.linear(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return made * angles(torch.arange(1000.0), m.w).cos()
+
+    model, data = Small(function, linear=nn.Linear(4, 4), w=parameter(4)).float(), batch(3, 1000, 4)["x"].float()
+    found = record(model, square, {"x": data})
+    assert relative_error(found, loop(model, square, {"x": data})) <= 1e-5
+    torch.testing.assert_close(found.losses, square(model, {"x": data}).detach())
+
+
 @pytest.mark.parametrize("name", ["a spectral layer", "a long convolution", "learnt rotations"])
 def test_complex_numbers_are_multiplied_as_they_are_under_autocast(name: str) -> None:
     inner = copy.deepcopy(_MODELS[name]).float()
