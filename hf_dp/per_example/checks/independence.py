@@ -106,8 +106,8 @@ def check_shares(
 ) -> None:
     """Checks that an example's gradient is scaled by the weight of its own loss, and by nothing else.
 
-    Two forward and backward passes under the same random numbers. The weights are powers of two, so that rounding is
-    the same in both; one in three is beyond any bound, and only what others become beside it is looked at.
+    Three forward and backward passes under the same random numbers. The weights are powers of two, so that rounding is
+    the same in all; in the last one in three is beyond any bound, and only what others become beside it is looked at.
 
     Args:
         model: see `check_independence`, as for the others.
@@ -119,20 +119,23 @@ def check_shares(
     size = batch_size(batch)
     if size == 1:
         return
-    weights = [_BEYOND if i % 3 == min(2, size - 1) else 2.0 ** (i % 7) for i in range(size)]
+    steps = [2.0 ** (i % 7) for i in range(size)]
+    beyond = [_BEYOND if i % 3 == min(2, size - 1) else step for i, step in enumerate(steps)]
 
     def norms_at(weights: list[float]) -> dict[str, Tensor]:
         return parameter_norms(model, loss_fn, batch, weights, Watch(Reader(size, readings=readings), rules))
 
-    once, weighted = once or norms_at([1.0] * size), norms_at(weights)
-    factor = torch.tensor(weights, dtype=torch.float64)
+    once = once or norms_at([1.0] * size)
     whole = torch.stack(list(once.values())).nan_to_num(0, 0, 0).square().sum(0).sqrt()
-    for name, norms in once.items():
-        expected, found = factor * norms, weighted[name]
-        comparable = expected.isfinite() & found.isfinite() & (factor != _BEYOND)
-        error = (found - expected).abs().where(comparable, 0) / factor
-        if bool((error > _SHARE_TOLERANCE * (norms.where(comparable, 0) + _NEGLIGIBLE * whole)).any()):
-            _refuse(f"the gradient of {name} for one example depends on the losses of others.")
+    for weights in (steps, beyond):
+        factor, weighted = torch.tensor(weights, dtype=torch.float64), norms_at(weights)
+        for name, norms in once.items():
+            expected, found = factor * norms, weighted[name]
+            # What is scaled by a norm that even float16 does not hold is no number.
+            comparable = expected.isfinite() & ~found.isinf() & (factor != _BEYOND)
+            error = (found - expected).abs().where(comparable, 0) / factor
+            if not bool((error <= _SHARE_TOLERANCE * (norms.where(comparable, 0) + _NEGLIGIBLE * whole)).all()):
+                _refuse(f"the gradient of {name} for one example depends on the losses of others.")
 
 
 def parameter_norms(

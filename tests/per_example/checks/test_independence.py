@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_dp.errors import HfDpError, PreflightError
 from hf_dp.per_example import preflight
 from hf_dp.per_example.bits import bits_in_place
+from hf_dp.per_example.checks.independence import check_shares
 from hf_dp.per_example.checks.memory import unchanged_weights
 from hf_dp.per_example.checks.observed import observer
 from hf_dp.per_example.checks.state import unchanged_state
@@ -172,3 +173,25 @@ def test_failure_158_what_a_backward_pass_bounds_by_the_gradients_of_all(
 @pytest.mark.parametrize("bound", [of_each, of_each_number], ids=lambda bound: bound.__name__)
 def test_what_it_bounds_of_each_example_is_exact(bound: Callable[[Tensor], Tensor], by: str) -> None:
     held(bound, by)
+
+
+DATA = {"ids": torch.arange(12).view(3, 4).remainder(9), "labels": torch.tensor([0, 1, 2])}
+
+
+def shared(model: nn.Module, size: int = 3) -> None:
+    data = {name: values[:size] for name, values in DATA.items()}
+    check_shares(model, lambda m, b: F.cross_entropy(m(b["ids"]).float(), b["labels"], reduction="none"), data)
+
+
+def test_in_float16_a_loss_beyond_all_numbers_hides_no_common_bound() -> None:
+    shared(Bounded(of_each, "hook").half())
+    with pytest.raises(PreflightError, match="for one example depends on the losses of others"):
+        shared(Bounded(of_all, "hook").half())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_example_is_looked_at(size: int) -> None:
+    """Also the last one, which is given the gradient of the first."""
+    shared(Bounded(lambda g: g, "hook"), size)
+    with pytest.raises(PreflightError, match="for one example depends on the losses of others"):
+        shared(Bounded(lambda g: torch.cat([g[:-1], g[:1]]), "hook"), size)
