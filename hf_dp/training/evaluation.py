@@ -28,6 +28,7 @@ class EvaluationMixin(TrainerBehind):
     """
 
     _told_written: frozenset[str] = frozenset()
+    _is_ending = False
 
     if TYPE_CHECKING:
 
@@ -78,11 +79,19 @@ class EvaluationMixin(TrainerBehind):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's, or that of the class behind. In the course of a training, where a callback asks for it, not of
         the training data if logs are withheld or early stopping goes by it (`ConfigurationError`)."""
-        if self.is_in_train:
+        if self.is_in_train and not self._is_ending:
             given = args[0] if args else kwargs.get("eval_dataset")
             prefix = kwargs.get("metric_key_prefix") or next((str(a) for a in args[1:] if isinstance(a, str)), "eval")
             refuse_evaluated_in_training(self, given, prefix)
         return super().evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # By what callbacks evaluate at the end nothing is chosen, and no checkpoint has it.
+        self._is_ending = True
+        try:
+            return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self._is_ending = False
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; what rows of evaluation write into buffers and configurations that are saved with the model is

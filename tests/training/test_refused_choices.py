@@ -171,6 +171,26 @@ def test_a_callback_may_evaluate_others_and_what_nobody_chooses_by(
     assert run.ledger.steps == 2
 
 
+class EvaluatesAtTheEnd(Evaluates):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.evaluate(self.data, **self.values)
+
+
+@pytest.mark.usefixtures("checked_once")
+def test_a_callback_may_evaluate_the_training_data_when_the_training_is_over(tmp_path: Path) -> None:
+    asked = EvaluatesAtTheEnd(rows(), metric_key_prefix="train")
+    run = evaluating(
+        tmp_path, asked, privacy=private(withhold_non_private_logs=True), save_strategy="steps", save_steps=1
+    )
+    run.train()
+    assert run.ledger.steps == 2
+    for saved in tmp_path.rglob("trainer_state.json"):
+        assert "train_loss" not in saved.read_text(encoding="utf-8")
+
+
 class WithExamples(Trainer):
     """As the trainer of Transformers' examples for question answering: one argument more, in the middle."""
 
