@@ -121,14 +121,11 @@ def check_shares(
         return
     steps = [2.0 ** (i % 7) for i in range(size)]
     beyond = [_BEYOND if i % 3 == min(2, size - 1) else step for i, step in enumerate(steps)]
-
-    def norms_at(weights: list[float]) -> dict[str, Tensor]:
-        return parameter_norms(model, loss_fn, batch, weights, Watch(Reader(size, readings=readings), rules))
-
-    once = once or norms_at([1.0] * size)
+    once = once or parameter_norms(model, loss_fn, batch, [1.0] * size, Watch(Reader(size, readings=readings), rules))
     whole = torch.stack(list(once.values())).nan_to_num(0, 0, 0).square().sum(0).sqrt()
     for weights in (steps, beyond):
-        factor, weighted = torch.tensor(weights, dtype=torch.float64), norms_at(weights)
+        weighted = parameter_norms(model, loss_fn, batch, weights, Watch(Reader(size, readings=readings), rules))
+        factor = torch.tensor(weights, dtype=torch.float64)
         for name, norms in once.items():
             expected, found = factor * norms, weighted[name]
             # What is scaled by a norm that even float16 does not hold is no number.
