@@ -96,6 +96,18 @@ def joined(alike: Sequence[Lengths]) -> Lengths:
 
 def rounding(*uses: Tensor) -> Tensor:
     """A bound on the rounding error of a squared norm, from the magnitudes of the uses of one parameter."""
-    eps = max(torch.finfo(use.dtype).eps for use in uses)
-    total = sum(uses[1:], start=uses[0])
-    return _ROUNDING * eps * total.square()
+    return _ROUNDING * max(torch.finfo(use.dtype).eps for use in uses) * of_all(*uses).square()
+
+
+def of_all(*uses: Tensor) -> Tensor:
+    """The magnitude (B,) of one parameter from those of its uses."""
+    if len(uses) == 1:
+        return uses[0]
+    # One that an example has no part in adds nothing: loops over positions have more beside longer examples.
+    return sum(uses[1:], start=uses[0]) * more_times(sum(use.ne(0) for use in uses[1:])) ** 0.5
+
+
+def more_times(more: Tensor | int) -> Tensor | float:
+    """As `most_times`, of so many further uses: each that is added rounds the sum of all once more, and that which a
+    norm is taken of."""
+    return 1.0 + 2 * more / _ROUNDING

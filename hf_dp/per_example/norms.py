@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_dp.per_example.chosen import SMALL, SUMMED_AT_ONCE
 from hf_dp.per_example.factors import DistinctRows, Factors, Outer, PerExample
 from hf_dp.per_example.gram import Dense, OneHot, SelfGrams, gram, smallest_block
-from hf_dp.per_example.lengths import Lengths, joined, magnitudes, most_times, rounding
+from hf_dp.per_example.lengths import Lengths, joined, magnitudes, more_times, most_times, of_all, rounding
 from hf_dp.per_example.precision import accumulation
 from hf_dp.per_example.routed import Routed
 from hf_dp.per_example.waiting import answers_at_once
@@ -131,7 +131,7 @@ def _refined(uses: Sequence[Factors], norms: Tensor, bound: Tensor) -> Tensor:
     if norms.dtype == torch.float64 or not answers_at_once(norms.device):
         return norms
     # Wherever the longest of a micro-batch reaches: which is taken so is no part of the promise.
-    times = max(most_times(*use.doubt) for use in uses)
+    times = more_times(len(uses) - 1) * max(most_times(*use.doubt) for use in uses)
     doubtful = bound.isfinite() & (bound > _DOUBTFUL * times * norms)
     if not bool(doubtful.any()):
         return norms
@@ -143,12 +143,13 @@ def _refined(uses: Sequence[Factors], norms: Tensor, bound: Tensor) -> Tensor:
 def _terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, list[Tensor]]:
     """Of one parameter, (B,) each: the squared norm, and the magnitude of each use."""
     terms = [_own_terms([outer], grams) for outer in outers]
-    total = sum((own[0] for own, _ in terms[1:]), start=terms[0][0][0])
+    # Of k uses there are k^2 terms, each of which would round the sum of all before it.
+    total = sum((own[0].double() for own, _ in terms[1:]), start=terms[0][0][0].double())
     for position, first in enumerate(outers):
         for second in outers[position + 1 :]:
             crossed = gram(first.left, second.left) * gram(first.right, second.right)
-            total = total + 2 * first.scale * second.scale * crossed.sum((1, 2))
-    return total, [magnitude[0] for _, magnitude in terms]
+            total += 2 * first.scale * second.scale * crossed.sum((1, 2)).double()
+    return total.to(terms[0][0].dtype), [magnitude[0] for _, magnitude in terms]
 
 
 def _own_terms(outers: list[Outer], grams: SelfGrams) -> tuple[Tensor, Tensor]:
@@ -224,8 +225,7 @@ def magnitude_of(use: Factors) -> Tensor:
 
 def magnitude_of_all(uses: Sequence[Factors]) -> Tensor:
     """The same of all uses of one parameter."""
-    first, *others = map(magnitude_of, uses)
-    return sum(others, start=first)
+    return of_all(*map(magnitude_of, uses))
 
 
 def _norms_together(several: Sequence[Tensor]) -> Tensor:
@@ -248,12 +248,15 @@ def _norms(rows: Tensor) -> Tensor:
     """(B,) l2 norms of rows (B, n), in blocks: one long float32 sum of squares falls short by 0.02 % at n = 10^7."""
     while rows.shape[1] > _NORM_BLOCK:
         rows = _shortened(rows)
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    norms: Tensor = torch.linalg.vector_norm(rows.contiguous(), dim=1)
     return norms
 
 
 def _shortened(rows: Tensor) -> Tensor:
     """Rows of the same norms as `rows` (B, n), with one number for each whole block of theirs."""
     whole = rows.shape[1] // _NORM_BLOCK * _NORM_BLOCK
-    blocks: Tensor = torch.linalg.vector_norm(rows[:, :whole].unflatten(1, (-1, _NORM_BLOCK)), dim=2)
+    # Where numbers lie apart in memory, a CPU adds them up one by one instead of a few beside one another.
+    several = rows[:, :whole].unflatten(1, (-1, _NORM_BLOCK))
+    several = several if several.stride(2) == 1 else several.contiguous()
+    blocks: Tensor = torch.linalg.vector_norm(several, dim=2)
     return torch.cat([blocks, rows[:, whole:]], dim=1) if whole < rows.shape[1] else blocks

@@ -213,8 +213,9 @@ def unsure(doubt: Doubt, used: Tensor) -> Tensor | float:
 
     Args:
         doubt: of what.
-        used: (..., B, T) at which positions neither side is zero. All that counts is how far these reach, so that an
-            example has the same beside longer ones.
+        used: (..., B, T) at which positions neither side is zero. All that counts is how many these are, or on tensor
+            cores how far they reach, so that an example has the same beside others with other positions: where nobody
+            has a gradient positions are left out, though not on a GPU.
 
     Returns:
         In epsilons of (sum over positions of |left| |right|)^2, (..., B) or of all.
@@ -226,16 +227,17 @@ def unsure(doubt: Doubt, used: Tensor) -> Tensor | float:
         sides += (_cut(block) if is_cut else block / 2) + width / SHORT_BLOCK
     if not (all(doubt.widths) and used.shape[-1]):
         return sides
-    places = torch.arange(1, used.shape[-1] + 1, device=used.device)
-    reach = ((used * places).amax(-1) + (used * places.flip(0)).amax(-1) - len(places)).clamp_min(0)
     if doubt.on_cores[2]:
+        places = torch.arange(1, used.shape[-1] + 1, device=used.device)
+        summed = ((used * places).amax(-1) + (used * places.flip(0)).amax(-1) - len(places)).clamp_min(0)
         # They may begin within what is multiplied at once.
-        sums = 2 * _CUT * (reach.clamp_max(BLOCK) / _AT_ONCE + 2) + _SPLIT
+        sums = 2 * _CUT * (summed.clamp_max(BLOCK) / _AT_ONCE + 2) + _SPLIT
     else:
-        sums = reach.clamp_max(SHORT_BLOCK) + reach / SHORT_BLOCK
+        summed = used.sum(-1)
+        sums = summed.clamp_max(SHORT_BLOCK) + summed / SHORT_BLOCK
     always = instantiated_from(math.prod(doubt.widths), sum(doubt.widths), doubt.on_cores[2])
     doubts: Tensor = sides + sums
-    return doubts.masked_fill(reach >= always, 0.0) if doubt.is_kept else doubts
+    return doubts.masked_fill(summed >= always, 0.0) if doubt.is_kept else doubts
 
 
 def _cut(length: int) -> int:

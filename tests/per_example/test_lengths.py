@@ -11,14 +11,16 @@ from hf_dp.accounting import FlatClipping
 from hf_dp.clipping.flat import Flat
 from hf_dp.per_example import Dense, Outer, PerExampleGradients
 from hf_dp.per_example.factors import Factors, PerExample
+from hf_dp.per_example.lengths import rounding
 
 
-def contribution(use: Factors) -> float:
-    """The l2 norm, in units of C, of what the only example adds to the sum."""
-    values = use.instantiated().values if isinstance(use, Outer) else use.values
-    made = PerExampleGradients(torch.zeros(1), {"w": [use]}, {"w": torch.nn.Parameter(torch.zeros(values.shape[1:]))})
+def contribution(*uses: Factors) -> float:
+    """The l2 norm, in units of C, of what the first example adds to the sum: the only one, or as all are."""
+    values = uses[0].instantiated().values if isinstance(uses[0], Outer) else uses[0].values
+    weight = torch.nn.Parameter(torch.zeros(values.shape[1:]))
+    made = PerExampleGradients(torch.zeros(len(values)), {"w": list(uses)}, {"w": weight})
     coefficients = Flat(FlatClipping(norm=1.0)).coefficients(made.squared_norms(), made.rounding())
-    return float(made.weighted_sum(coefficients)["w"].double().norm())
+    return float(made.weighted_sum(coefficients * torch.arange(len(values)).eq(0))["w"].double().norm())
 
 
 def small_beside_large(length: int, share: float, *places: int) -> torch.Tensor:
@@ -77,3 +79,32 @@ def test_failure_160_the_room_of_a_coefficient_is_needed(monkeypatch: pytest.Mon
     monkeypatch.setattr("hf_dp.clipping.rule._MARGIN", 0.0)
     monkeypatch.setattr("hf_dp.per_example.norms.rounding", lambda *uses: torch.zeros_like(uses[0]))
     assert contribution(PerExample(small_beside_large(1000, 5e-8, 0)[None])) > 1 + 1e-6
+
+
+@pytest.mark.parametrize("number", [1.9, 1.6328125, 1 / 3, 0.1])
+def test_failure_163_many_uses_that_are_all_alike_add_at_most_c(number: float) -> None:
+    """A weight in a loop over positions."""
+    factors = Outer(Dense(torch.full((1, 1, 64), number)), Dense(torch.ones(1, 1, 64)))
+    assert 0.999 < contribution(*[factors] * 200) <= 1
+    assert 0.999 < contribution(*[factors.instantiated()] * 1000) <= 1
+
+
+def test_uses_that_an_example_has_no_part_in_leave_its_bound_as_it_is() -> None:
+    own, none = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0])
+    assert torch.equal(rounding(own, none, none), rounding(own))
+    assert bool((rounding(own, own) > 4 * rounding(own)).all())
+
+
+def test_what_is_instantiated_adds_at_most_c_wherever_large_and_tiny_numbers_stand() -> None:
+    """Of each eight that a CPU adds up beside one another the first loses most, of numbers and then of blocks."""
+    blocks = torch.full((8 * 512,), 2.0**-30.001).index_fill(0, torch.arange(0, 8 * 512, 8), 2.0**-24.001)
+    rows = torch.zeros(len(blocks), 512)
+    rows[:, 0], rows[0] = blocks.sqrt(), blocks[:512].sqrt()
+    rows[0, 0] = 1.0
+    assert 1 - 1e-5 < contribution(PerExample(rows.view(1, -1))) <= 1
+
+
+@pytest.mark.parametrize("length", [512, 2**18])
+def test_numbers_that_lie_apart_in_memory_add_at_most_c(length: int) -> None:
+    row = small_beside_large(length, 5.9e-8, 0)
+    assert 1 - 1e-4 < contribution(PerExample(torch.stack([row, row], 1).T)) <= 1

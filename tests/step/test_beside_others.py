@@ -172,6 +172,25 @@ def test_failure_55_one_that_joins_moves_the_sum_by_at_most_c(
         assert moved(whole, without) <= bound + 32 * 2**-13
 
 
+@pytest.mark.parametrize(("width", "positions"), [(64, 40), (512, 200)])
+def test_failure_162_what_lies_far_apart_adds_the_same_where_nobody_has_a_gradient_between(
+    width: int, positions: int
+) -> None:
+    """Without the others, positions between the first and the last are left out."""
+    model, generator = nn.Linear(width, width, bias=False), torch.Generator().manual_seed(5)
+    for share in (1e-1, 1e-2, 1e-3):
+        x, weights = torch.randn(2, 5, positions, width, generator=generator)
+        weights[0, 1:-1] = 0
+        x[0, -1], weights[0, -1] = x[0, 0], -weights[0, 0] * (1 - share)
+        both = {"x": x, "weights": weights}
+        certificate = preflight(model, losses, both)
+        found = []
+        for batch in (both, {name: value[:1] for name, value in both.items()}):
+            made = record(model, losses, batch, certificate=certificate)
+            found.append(rule_of(FlatClipping(norm=1.0)).coefficients(made.squared_norms(), made.rounding())[0])
+        torch.testing.assert_close(*found, rtol=2**-13, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["taken away", "taken from", "divided by", "where"])
 def test_failure_55_sums_over_positions_of_copies(kind: str) -> None:
     """Padded on the left, what is added up begins elsewhere."""
