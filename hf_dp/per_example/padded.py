@@ -23,11 +23,13 @@ Inside = Callable[[], AbstractContextManager[Any]]
 # Numbers of 16 bits in a row of a tile.
 _TILE = 32
 _ATEN = torch.ops.aten
-# Which operands are multiplied: (..., m, k) and (..., k, n).
+# Which operands are multiplied: (..., m, k), and (..., k, n) or (k,).
 _PRODUCTS: dict[Any, int] = {
     _ATEN.mm.default: 0,
     _ATEN.bmm.default: 0,
     _ATEN.addmm.default: 1,
+    _ATEN.mv.default: 0,
+    _ATEN.addmv.default: 1,
     _ATEN.baddbmm.default: 1,
     _ATEN._grouped_mm.default: 0,
 }
@@ -43,7 +45,8 @@ class _Padded(TorchDispatchMode):
             # Of two matrices of sorted rows it is the rows that are added up.
             if func is not _ATEN._grouped_mm.default or left.dim() < right.dim():
                 missing = (0, -left.shape[-1] % _TILE)
-                args = (*args[:first], F.pad(left, missing), F.pad(right.mT, missing).mT, *args[first + 2 :])
+                longer = F.pad(right, missing) if right.dim() == 1 else F.pad(right.mT, missing).mT
+                args = (*args[:first], F.pad(left, missing), longer, *args[first + 2 :])
         return func(*args, **(kwargs or {}))
 
 

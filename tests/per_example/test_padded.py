@@ -15,6 +15,8 @@ from hf_dp.per_example.padded import each_row_by_itself
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mm": lambda rows, matrix: rows @ matrix,
     "linear": lambda rows, matrix: torch.nn.functional.linear(rows, matrix.T.contiguous(), matrix[0]),
+    "mv": lambda rows, matrix: rows @ matrix[:, 0],
+    "addmv": lambda rows, matrix: torch.addmv(rows[:, 0], rows, matrix[:, 0]),
     "bmm": lambda rows, matrix: torch.bmm(rows[None], matrix[None])[0],
     "baddbmm": lambda rows, matrix: torch.baddbmm(matrix[:1, None], rows[None], matrix[None])[0],
     "grouped": lambda rows, matrix: torch._grouped_mm(
@@ -34,7 +36,7 @@ class Widths(TorchDispatchMode):
         self.seen: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "mm" in func.overloadpacket.__name__:
+        if func.overloadpacket.__name__.endswith(("mm", "mv")):
             self.seen.append(
                 [a for a in args if isinstance(a, Tensor)][-2 if "group" not in str(func) else 0].shape[-1]
             )
@@ -54,15 +56,15 @@ def test_products_are_the_same(kind: str, width: int) -> None:
     assert widths.seen == [width if kind == "grouped, of rows" else -(-width // 32) * 32]
 
 
-@pytest.mark.parametrize("width", [3, 33, 37, 100])
-@pytest.mark.parametrize("kind", ["mm", "linear", "bmm", "baddbmm"])
+@pytest.mark.parametrize("width", [3, 33, 37, 100, 129])
+@pytest.mark.parametrize("kind", ["mm", "linear", "mv", "addmv", "bmm", "baddbmm"])
 def test_what_is_not_finite_stays_in_its_row(kind: str, width: int) -> None:
     """On machines whose kernels read so and on others."""
     rows, matrix = torch.ones(33, width).bfloat16(), torch.ones(width, 64).bfloat16()
     rows[16] = torch.nan
     with each_row_by_itself():
         found = PRODUCTS[kind](rows, matrix)
-    assert found.isfinite().all(1).tolist() == [i != 16 for i in range(33)]
+    assert found.view(33, -1).isfinite().all(1).tolist() == [i != 16 for i in range(33)]
 
 
 def test_other_numbers_are_left_as_they_are() -> None:
