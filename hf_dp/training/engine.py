@@ -103,9 +103,11 @@ class Engine:
         """
         found = self._recorded(micro_batch)
         # In shards all ranks would have to do so.
-        if reads_rows_together(found.losses.device) and not is_sharded(self.model) and _may_have_spread(found):
-            return self._recorded(micro_batch, each_row_by_itself)
-        return found
+        if is_sharded(self.model) or not reads_rows_together(found.losses.device) or not _may_have_spread(found):
+            return found
+        # Not twice in memory.
+        del found
+        return self._recorded(micro_batch, each_row_by_itself)
 
     def _recorded(self, micro_batch: MicroBatch, inside: Inside = nullcontext) -> PerExampleGradients:
         batch, owners = micro_batch
