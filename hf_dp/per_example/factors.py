@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from hf_dp.per_example.chosen import Chosen
+from hf_dp.per_example.doubt import NO_DOUBT, Doubt
 from hf_dp.per_example.gram import Dense, OneHot, Side
 from hf_dp.per_example.lengths import Lengths
 from hf_dp.per_example.long_sums import AT_ONCE, united, united_where_they_are
 from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.products import (
     BLOCK,
-    NO_DOUBT,
     SHORT_BLOCK,
-    Doubt,
     add_weighted_,
     are_multiplied_as_they_are,
     inner,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.products import NO_DOUBT, Doubt, unsure
+from hf_dp.per_example.doubt import NO_DOUBT, Doubt, unsure
 
 # Rounding of a squared norm, in units of machine epsilon x (sum over positions of |left| |right|)^2, but for that of
 # products (`unsure`).

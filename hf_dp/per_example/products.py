@@ -1,22 +1,9 @@
-"""Products of factors, in at least float32: on tensor cores where 16-bit factors give that there, else after a cast.
-
-In whichever order n products are added up in float32, the sum is off by at most n / 2 of its epsilons of the sum of
-absolute values (Higham 2002, Accuracy and Stability of Numerical Algorithms, section 3.1), and by a good part of that
-where all are alike, or small beside the first. What this adds to the error of a norm and of a sum is counted here
-(`unsure`).
-
-The product of two 16-bit numbers is exact in float32. CUDA's tensor cores add such products up in float32 and cut the
-sums, where float32 rounds them. They align g products and the sum to the largest of these, cut there, with e bits more
-than float32, and cut the new sum: at most g 2^-e + 1 epsilons of the sum of absolute values (bit-accurate models of
-Khattak and Mikaitis 2025, arXiv:2512.07004: Hopper g = 16, e = 2; Ampere g = 8, e = 1).
-"""
+"""Products of factors, in at least float32: on tensor cores where 16-bit factors give that there, else after a cast."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,11 +22,6 @@ _TOGETHER, _FEWEST_TOGETHER = 1 << 26, 5
 _FEW = 16
 # To fewer columns than these a CPU's kernels take as long as to as many.
 _NARROW = 16
-# An upper bound for both: so many epsilons for each so many products.
-_CUT, _AT_ONCE = 5, 8
-# A weighted factor, as the sum of two bfloat16 numbers, is off by 2^-18 of itself: in float32's epsilons of 2^-23, and
-# twice of its square.
-_SPLIT = 2 * 2**5
 _EXACT = (torch.bfloat16, torch.float16)
 
 
@@ -181,69 +163,6 @@ def add_weighted_(out: Tensor, left: Tensor, right: Tensor, coefficients: Tensor
     out.addmm_(first.flatten(0, 1).T, second.flatten(0, 1), alpha=scale)
 
 
-class Doubt(NamedTuple):
-    """How the norm and the sum of left^T right are made.
-
-    Attributes:
-        widths: p and d, 0 for a side of ids.
-        on_cores: whether tensor cores make the Gram matrix of either side, and what is added to a sum.
-        is_kept: whether gradients are instantiated. Then nothing is in doubt of those which would be beside any others;
-            the rest has what it has where it is not.
-    """
-
-    widths: tuple[int, int] = (0, 0)
-    on_cores: tuple[bool, bool, bool] = (False, False, False)
-    is_kept: bool = False
-
-    @classmethod
-    def of(cls, left: Tensor, right: Tensor, is_kept: bool = False) -> Doubt:
-        """Of factors: (B, T, p) or (B, T) the ids of one, and (B, T, d)."""
-        left_width, right_width = (side.shape[2] if side.dim() == 3 else 0 for side in (left, right))
-        is_left = left_width > 0 and are_multiplied_as_they_are(left, left)
-        is_right = right_width > 0 and are_multiplied_as_they_are(right, right)
-        on_cores = is_left, is_right, is_left and is_right and are_multiplied_as_they_are(left, right)
-        return cls((left_width, right_width), on_cores, is_kept)
-
-
-NO_DOUBT = Doubt()
-
-
-def unsure(doubt: Doubt, used: Tensor) -> Tensor | float:
-    """How far the squared norm may be from that of what is added to a sum, since products are added up in float32.
-
-    Args:
-        doubt: of what.
-        used: (..., B, T) at which positions neither side is zero. All that counts is how many these are, or on tensor
-            cores how far they reach, so that an example has the same beside others with other positions: where nobody
-            has a gradient positions are left out, though not on a GPU.
-
-    Returns:
-        In epsilons of (sum over positions of |left| |right|)^2, (..., B) or of all.
-    """
-    sides = 0.0
-    for width, is_cut in zip(doubt.widths, doubt.on_cores, strict=False):
-        block = min(width, SHORT_BLOCK)
-        # Within a block, and where blocks are added.
-        sides += (_cut(block) if is_cut else block / 2) + width / SHORT_BLOCK
-    if not (all(doubt.widths) and used.shape[-1]):
-        return sides
-    if doubt.on_cores[2]:
-        places = torch.arange(1, used.shape[-1] + 1, device=used.device)
-        summed = ((used * places).amax(-1) + (used * places.flip(0)).amax(-1) - len(places)).clamp_min(0)
-        # They may begin within what is multiplied at once.
-        sums = 2 * _CUT * (summed.clamp_max(BLOCK) / _AT_ONCE + 2) + _SPLIT
-    else:
-        summed = used.sum(-1)
-        sums = summed.clamp_max(SHORT_BLOCK) + summed / SHORT_BLOCK
-    always = instantiated_from(math.prod(doubt.widths), sum(doubt.widths), doubt.on_cores[2])
-    doubts: Tensor = sides + sums
-    return doubts.masked_fill(summed >= always, 0.0) if doubt.is_kept else doubts
-
-
-def _cut(length: int) -> int:
-    return _CUT * math.ceil(length / _AT_ONCE)
-
-
 def are_multiplied_as_they_are(left: Tensor, right: Tensor) -> bool:
     """Whether a product of these is made on tensor cores."""
     return left.dtype == right.dtype and left.dtype in _EXACT and _has_tensor_cores(left.device, left.dtype)
@@ -287,20 +206,15 @@ def _adds_in_place(device: torch.device, dtype: torch.dtype, dimensions: int) ->
     expected = (left.float() @ right.float()).mul_(2).add_(1)
     sums = [torch.ones(8, 8, device=device), torch.ones(8, 8, device=device).T]
     if dimensions == 3:
-        left, right, sums = (
-            torch.stack([left, -left]),
-            torch.stack([right, right]),
-            [torch.ones(2, 8, 8, device=device)],
-        )
+        left, right = torch.stack([left, -left]), torch.stack([right, right])
+        sums = [torch.ones(2, 8, 8, device=device)]
         expected = torch.stack([expected, 2 - expected])
-    for out in sums:
-        try:
+    try:
+        for out in sums:
             _add_in_place(out, left, right, 2.0)
-        except (TypeError, RuntimeError, NotImplementedError):
-            return False
-        if not torch.allclose(out, expected, rtol=1e-5, atol=0):
-            return False
-    return True
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    return all(torch.allclose(out, expected, rtol=1e-5, atol=0) for out in sums)
 
 
 def _add_in_place(out: Tensor, left: Tensor, right: Tensor, scale: float) -> None:

@@ -13,6 +13,7 @@ from hf_dp.accounting import FlatClipping
 from hf_dp.clipping.flat import Flat
 from hf_dp.losses import per_example_losses
 from hf_dp.per_example import Dense, OneHot, Outer, PerExampleGradients, products, record
+from hf_dp.per_example.doubt import Doubt, unsure
 from hf_dp.per_example.factors import Factors, PerExample
 from hf_dp.per_example.ieee import _IN_FEWER_BITS, _sums_in_float32
 from hf_dp.per_example.norms import squared_norms
@@ -234,9 +235,9 @@ def test_elsewhere_factors_are_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = dense(2, 5, 3), dense(2, 5, 4)
     assert torch.equal(products.inner(left.values.mT, right.values), exactly(left.values.mT, right.values))
     assert not products._has_tensor_cores(torch.device("cpu"), torch.bfloat16)
-    assert products.Doubt.of(left.values, right.values) == products.Doubt((3, 4))
-    unsure = products.unsure(products.Doubt((3, 4)), torch.ones(2, 5, dtype=torch.bool))
-    assert torch.equal(torch.as_tensor(unsure), torch.full((2,), (3 + 4) / 2 + (7 + 5) / products.SHORT_BLOCK + 5))
+    assert Doubt.of(left.values, right.values) == Doubt((3, 4))
+    found = unsure(Doubt((3, 4)), torch.ones(2, 5, dtype=torch.bool))
+    assert torch.equal(torch.as_tensor(found), torch.full((2,), (3 + 4) / 2 + (7 + 5) / products.SHORT_BLOCK + 5))
 
     def never(left: Tensor, right: Tensor) -> Tensor:
         raise AssertionError
