@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dp.per_example.products import BLOCK, SHORT_BLOCK, are_multiplied_as_they_are, instantiated_from
+from hf_dp.per_example.products import BLOCK, CUT_BLOCK, SHORT_BLOCK, are_multiplied_as_they_are, instantiated_from
 
 # An upper bound for both: so many epsilons for each so many products.
 _CUT, _AT_ONCE = 5, 8
@@ -67,9 +67,10 @@ def unsure(doubt: Doubt, used: Tensor) -> Tensor | float:
     """
     sides = 0.0
     for width, is_cut in zip(doubt.widths, doubt.on_cores, strict=False):
-        block = min(width, SHORT_BLOCK)
+        longest = CUT_BLOCK if is_cut else SHORT_BLOCK
+        block = min(width, longest)
         # Within a block, and where blocks are added.
-        sides += (_cut(block) if is_cut else block / 2) + width / SHORT_BLOCK
+        sides += (_cut(block) if is_cut else block / 2) + width / longest
     if not (all(doubt.widths) and used.shape[-1]):
         return sides
     if doubt.on_cores[2]:

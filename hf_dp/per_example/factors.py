@@ -23,7 +23,6 @@ from hf_dp.per_example.long_sums import AT_ONCE, united, united_where_they_are
 from hf_dp.per_example.precision import accumulation, sum_dtype
 from hf_dp.per_example.products import (
     BLOCK,
-    SHORT_BLOCK,
     add_weighted_,
     are_multiplied_as_they_are,
     inner,
@@ -93,7 +92,7 @@ class Outer:
         dtype = self.right.values.dtype if isinstance(self.right, Dense) else torch.float32
         return replace(self, left=Dense(chosen.to(dtype)))
 
-    def instantiated(self, block: int = SHORT_BLOCK) -> PerExample:
+    def instantiated(self, block: int | None = None) -> PerExample:
         """The (B, left.size, right.size) gradients themselves, in `full_precision`; `block` as of `inner`."""
         left, right = self.left, self.right
         if isinstance(left, Dense) and isinstance(right, Dense):

@@ -15,7 +15,9 @@ from hf_dp.per_example.waiting import answers_at_once
 # The longest sums that are left to one product: rounding grows with their length.
 BLOCK = 4096
 # The same of what `inner` makes: half as long would take more time, twice as long leaves more of each norm in doubt.
-SHORT_BLOCK = 512
+SHORT_BLOCK = 1024
+# And of what it leaves to tensor cores, where rounding grows faster.
+CUT_BLOCK = 512
 # Of products of blocks and what is copied for them so many numbers are made at once, where there are so many blocks.
 _TOGETHER, _FEWEST_TOGETHER = 1 << 26, 5
 # So few positions decide nothing.
@@ -48,28 +50,28 @@ def instantiated_from(numbers: int, width: int, on_cores: bool) -> int:
     return 0 if on_cores and positions <= _FEW else positions
 
 
-def inner(left: Tensor, right: Tensor, block: int = SHORT_BLOCK, known: Tensor | None = None) -> Tensor:
+def inner(left: Tensor, right: Tensor, block: int | None = None, known: Tensor | None = None) -> Tensor:
     """The products (B, m, n) of left (B, m, k) and right (B, k, n), in at least float32.
 
     Args:
         left: of any floating-point dtype, as is `right`.
         right: beside it.
-        block: how long the sums may be that are left to one product.
+        block: how long the sums may be that are left to one product, if not as long as of norms.
         known: what is added to, in place.
     """
     if known is None and _is_narrow(left.shape[1], right.shape[2], left.device):
         return inner(right.mT, left.mT, block).mT.contiguous()
     if are_multiplied_as_they_are(left, right):
-        return _on_cores(left, right, block, known)
+        return _on_cores(left, right, block or CUT_BLOCK, known)
     total = known
-    for one, other in zip(_blocks(left, block, 2), _blocks(right, block, 1), strict=True):
+    for one, other in zip(_blocks(left, block or SHORT_BLOCK, 2), _blocks(right, block or SHORT_BLOCK, 1), strict=True):
         one, other = accumulation(one), accumulation(other)
         total = torch.bmm(one, other) if total is None else total.baddbmm_(one, other)
     assert total is not None
     return total
 
 
-def blocks_at_once(batch: int, height: int, width: int, blocks: int, block: int = SHORT_BLOCK) -> int:
+def blocks_at_once(batch: int, height: int, width: int, blocks: int, block: int = CUT_BLOCK) -> int:
     """How many blocks of a sum are multiplied together: each by itself takes longer to start on than to make.
 
     Where it does not, the copies that this takes would cost more; of these no more than some hundred MiB are made.

@@ -116,7 +116,7 @@ class Routed(Outer):
         """As of others of its kind."""
         return type(self), self.experts, super().likeness
 
-    def instantiated(self, block: int = 0) -> PerExample:
+    def instantiated(self, block: int | None = None) -> PerExample:
         """The gradients (B, experts, left.size, right.size)."""
         dtype = accumulation(self.left.tensor[:0]).dtype
         shape = len(self.ids), self.experts, self.left.size, self.right.size

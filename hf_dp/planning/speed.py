@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from hf_dp.per_example.gram import SMALLEST_BLOCK, SMALLEST_ON_CORES
-from hf_dp.per_example.products import BLOCK, SHORT_BLOCK, blocks_at_once, instantiated_from
+from hf_dp.per_example.products import BLOCK, CUT_BLOCK, SHORT_BLOCK, blocks_at_once, instantiated_from
 from hf_dp.planning.sized import ModelSize, Parameter
 
 
@@ -173,7 +173,7 @@ def _gram(width: int, b: int, t: int, c: int) -> Work:
     """The Gram matrices of (B, T, width): made, added up in blocks where sums are long, and multiplied by others."""
     smallest = SMALLEST_ON_CORES if c == 2 else SMALLEST_BLOCK
     halvings = max(0, math.ceil(math.log2((t + 1) / (2 * smallest))))
-    blocks = -(-width // SHORT_BLOCK)
+    blocks = -(-width // (CUT_BLOCK if c == 2 else SHORT_BLOCK))
     total = Work()
     # Of what is symmetric one triangle of blocks, and those on the diagonal whole: for each halving, and at last.
     for halving in range(1, halvings + 2):
@@ -181,7 +181,7 @@ def _gram(width: int, b: int, t: int, c: int) -> Work:
         # Two halves, or both sides of the same rows.
         rows = c * b * t * width * (1 if halving <= halvings else 2)
         parts, side = 2 ** (halving - 1), t >> min(halving, halvings)
-        together = blocks_at_once(b * parts, side, side, width // SHORT_BLOCK) if c == 2 else 1
+        together = blocks_at_once(b * parts, side, side, width // CUT_BLOCK) if c == 2 else 1
         if together > 1:
             # Copied, written block by block, and read again.
             rows, added = rows + 2 * c * b * t * width, 8 * blocks

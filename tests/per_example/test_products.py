@@ -160,7 +160,7 @@ def test_what_is_instantiated_is_normed_as_it_is_summed(on_cores: Callable[[Mult
 
     on_cores(noted)
     torch.manual_seed(0)
-    positions = 3 * products.SHORT_BLOCK
+    positions = 3 * products.CUT_BLOCK
     one = Outer(Dense(dense(2, positions, 3).values.abs()), Dense(dense(2, positions, 5).values.abs()))
     whole = one.settled()
     assert isinstance(whole, PerExample)
@@ -176,7 +176,7 @@ def test_what_is_instantiated_is_normed_as_it_is_summed(on_cores: Callable[[Mult
         assert max(contributions([whole, *others], 1.0)) <= 1 + 1e-12
     lengths.clear()
     nearly.instantiated()
-    assert lengths == [products.SHORT_BLOCK] * 3
+    assert lengths == [products.CUT_BLOCK] * 3
 
 
 @pytest.mark.parametrize(("multiply", "extra"), [(cutting, 2), (ampere, 1)])
@@ -185,7 +185,7 @@ def test_one_is_at_most_c_where_all_products_but_the_largest_are_cut_off(
 ) -> None:
     on_cores(multiply)
     side = torch.full((1, 1, 1024), 1.4 * 2 ** (-12 - extra / 2))
-    side[..., :: products.SHORT_BLOCK] = 1.0
+    side[..., :: products.CUT_BLOCK] = 1.0
     uses: list[Factors] = [Outer(Dense(side.bfloat16()), Dense(side.bfloat16()))]
     assert 1 - 1e-4 < max(contributions(uses, 1.0)) <= 1
     monkeypatch.setattr("hf_dp.per_example.lengths.unsure", lambda *given: 0.0)
@@ -290,7 +290,7 @@ def test_a_product_is_added_as_it_is_made_where_that_is_right(
         out = torch.zeros(total.shape)
         products.add_weighted_(out, first.values, second.values, torch.ones(3), 0.5)
         assert torch.allclose(out.double(), total, rtol=1e-5, atol=1e-6)
-    wide = dense(3, 4, 2 * products.SHORT_BLOCK + 7).values
+    wide = dense(3, 4, 2 * products.CUT_BLOCK + 7).values
     found = products.inner(wide, wide.mT).double()
     assert torch.allclose(found, wide.double() @ wide.double().mT, rtol=1e-5, atol=1e-3)
     products._adds_in_place.cache_clear()
