@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -172,12 +173,13 @@ def _absent(report: PrivacyReport) -> str:
 
 
 def _in_which_steps(ledger: Ledger) -> str:
-    probabilities = [
-        (charged_with(event, 1.0), count) for event, count, label in ledger.entries if label == TRAINING_STEP
-    ]
-    if len({q for q, _ in probabilities}) < 2:
+    steps = [(charged_with(event, 1.0), count) for event, count, label in ledger.entries if label == TRAINING_STEP]
+    last = list(itertools.takewhile(lambda step: step[0] == steps[-1][0], reversed(steps)))
+    if len(last) == len(steps):
         return "in each step"
-    return f"in each of the last {probabilities[-1][1]} steps (before them as below, under what was released)"
+    return (
+        f"in each of the last {sum(count for _, count in last)} steps (before them as below, under what was released)"
+    )
 
 
 def _budget_of_attacks(report: PrivacyReport) -> dict[str, str]:

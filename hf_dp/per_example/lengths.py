@@ -31,7 +31,7 @@ class Lengths:
         left: (B, T) l2 norms, or (k, B, T) those of k uses that are alike.
         right: beside it; None where there is one side alone.
         scale: of the gradient.
-        doubt: what of its norm and its sum is made on tensor cores.
+        doubt: how its norm and its sum are made.
     """
 
     left: Tensor

@@ -130,7 +130,7 @@ def _refined(uses: Sequence[Factors], norms: Tensor, bound: Tensor) -> Tensor:
     """
     if norms.dtype == torch.float64 or not answers_at_once(norms.device):
         return norms
-    # Wherever the longest of a micro-batch reaches: which is taken so is no part of the promise.
+    # As of an example that is as long as the micro-batch: which are taken again is no part of the promise.
     times = more_times(len(uses) - 1) * max(most_times(*use.doubt) for use in uses)
     doubtful = bound.isfinite() & (bound > _DOUBTFUL * times * norms)
     if not bool(doubtful.any()):

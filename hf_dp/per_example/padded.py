@@ -63,7 +63,7 @@ def reads_rows_together(device: torch.device) -> bool:
 @functools.cache
 def _cpu_reads_so() -> bool:
     height, length, width = _SHAPE
-    rows = torch.ones(height, length, dtype=torch.bfloat16)
+    rows = torch.ones(height, length, dtype=torch.bfloat16, device="cpu")
     rows[1] = torch.nan
-    product: Tensor = rows @ torch.ones(length, width, dtype=torch.bfloat16)
+    product: Tensor = rows @ rows.new_ones(length, width)
     return not bool(product[0].isfinite().all())

@@ -105,12 +105,15 @@ def test_the_card_says_in_which_steps_the_probability_was_that() -> None:
     """A ledger may go on with other batches: the table of what was released has those before."""
 
     def sampled(*charges: tuple[float, int]) -> str:
-        record = record_of([(step_event(1.0, q), TRAINING_STEP, count) for q, count in charges])
+        steps = [(step_event(1.0, q), TRAINING_STEP, count) for q, count in charges]
+        # Other releases may stand between them.
+        record = record_of([one for step in steps for one in (step, (dp.GaussianDpEvent(50.0), "a count", 1))])
         section = privacy_section(record.report, record.ledger, record.config)
         return next(line for line in section.split("\n") if line.startswith("| sampling |"))
 
     assert "probability 0.1 in each step, 100 on average" in sampled((0.1, 3), (0.1, 2))
-    assert "probability 0.1 in each of the last 2 steps (before them as below" in sampled((0.5, 3), (0.1, 2))
+    assert "probability 0.1 in each of the last 2 steps (before them as below" in sampled((0.5, 3), (0.1, 1), (0.1, 1))
+    assert "in each of the last 4 steps" in sampled((0.1, 3), (0.5, 2), (0.1, 4))
 
 
 def test_the_section_says_where_it_ends() -> None:
